@@ -20,7 +20,7 @@ from splitkit._torch import pytree
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.losses import loss_node
 from splitkit.graph.node_values import hints, storage_bytes, tensor_bytes
-from splitkit.graph.storages import start_of, storage_key, tensors, value_of
+from splitkit.graph.storages import fills_its_range, start_of, storage_key, tensors, value_of
 from splitkit.memory.kernels.target_kernels import TargetKernels
 from splitkit.memory.kernels.temporaries import Temporaries
 from splitkit.memory.saved_storages import NOTHING, Activations, activations, activations_alone
@@ -233,13 +233,9 @@ def is_dense(tensor: torch.Tensor, any_order: bool = True) -> bool:
     """
     if tensor.layout is not torch.strided or not tensor_bytes(tensor):
         return True
-    sizes = zip(hints(tensor.stride()), hints(tensor.shape), strict=True)
-    inner, together = [(stride, size) for stride, size in sizes if size != 1][::-1], 1
-    for stride, size in sorted(inner) if any_order else inner:
-        if stride != together:
-            return False
-        together *= size
-    return True
+    shape, strides = hints(tensor.shape), hints(tensor.stride())
+    outer = [stride for stride, size in zip(strides, shape, strict=True) if size != 1]
+    return fills_its_range(shape, strides) and (any_order or outer == sorted(outer, reverse=True))
 
 
 def _sizes_of(node: Node) -> list[tuple[int, torch.dtype]]:

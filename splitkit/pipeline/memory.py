@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, windows_of
 from splitkit.pipeline.schedules import schedule_of
-from splitkit.pipeline.stage_costs import StageCosts, bytes_back, bytes_on
+from splitkit.pipeline.stage_costs import StageCosts, bytes_back
 from splitkit.pipeline.trace import Floats, StepTrace
 from splitkit.units import in_words, size
 
@@ -257,7 +257,7 @@ def units_of(run: StepTrace, stage: int) -> tuple[int, int, int]:
     later = costs.saved_bytes if costs.deferred_bytes is None else costs.deferred_bytes
     # An input in a static buffer is counted by `static_bytes`.
     static = run.static_buffers and _remote(run, stage, stage - 1)
-    apart = share(bytes_on(run.stages, stage - 1), costs.replicas) if static else 0
+    apart = share(run.stages[stage - 1].activation_bytes, costs.replicas) if static else 0
     saved = max(0, costs.saved_bytes - apart)
     return saved, min(later, saved), max(0, later - costs.saved_bytes)
 
@@ -271,7 +271,8 @@ def message_changes(run: StepTrace) -> Iterator[Changes]:
     """
     rank, stage, kind, _ = run.order.columns
     data, number = run.order.links.data, np.arange(len(rank))
-    on, back = (np.array([of(run.stages, s) for s in range(len(run.stages))]) for of in (bytes_on, bytes_back))
+    on = np.array([s.activation_bytes for s in run.stages])
+    back = np.array([bytes_back(run.stages, s) for s in range(len(run.stages))])
     replicas = np.array([s.replicas for s in run.stages])[stage]
     forward, remote = kind == FORWARD, rank != rank[data]
     begin, end = 2 * number, 2 * number + 1  # places
@@ -320,7 +321,7 @@ def _kept(run: StepTrace, sent: Ints) -> Iterator[Changes]:
     ends = np.flatnonzero((kind == BACKWARD) | (kind == BACKWARD_WEIGHT))
     done[stage[ends], microbatch[ends]] = ends
     last = done[stage[sent], microbatch[sent]]
-    on = np.array([share(bytes_on(run.stages, s), costs.replicas) for s, costs in enumerate(run.stages)])
+    on = np.array([share(costs.activation_bytes, costs.replicas) for costs in run.stages])
     over = np.full(len(sent), run.ends.max())
     yield from _held(rank[sent], on[stage[sent]], run.ends[last], over, 2 * last + 1, np.full(len(sent), _LATEST))
 
@@ -349,7 +350,7 @@ def static_bytes(run: StepTrace) -> Sequence[int]:
         for stage, rank in enumerate(run.order.rank_of):
             replicas = run.stages[stage].replicas
             if _remote(run, stage, stage - 1):
-                held[rank] += run.order.microbatches * share(bytes_on(run.stages, stage - 1), replicas)
+                held[rank] += run.order.microbatches * share(run.stages[stage - 1].activation_bytes, replicas)
             if _remote(run, stage, stage + 1):
                 held[rank] += run.order.microbatches * share(bytes_back(run.stages, stage + 1), replicas)
     return held
@@ -402,14 +403,9 @@ def replica_of(whole: StageCosts, replicas: int, gradients: int = 0) -> StageCos
         backward_weight=whole.backward_weight / replicas,
         saved_bytes=share(whole.saved_bytes, replicas),
         deferred_bytes=None if whole.deferred_bytes is None else share(whole.deferred_bytes, replicas),
-        temporary_bytes=temporary_share(whole.temporary_bytes, replicas, gradients),
+        temporary_bytes=min(whole.temporary_bytes, share(whole.temporary_bytes + (replicas - 1) * gradients, replicas)),
         replicas=replicas,
     )
-
-
-def temporary_share(nbytes: int, replicas: int, gradients: int) -> int:
-    """Return an upper bound on a replica's temporary bytes, of which at most ``gradients`` are not divided."""
-    return min(nbytes, share(nbytes + (replicas - 1) * gradients, replicas))
 
 
 def trained_bytes(flow: Dataflow, node: Node) -> int:

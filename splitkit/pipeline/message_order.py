@@ -140,12 +140,8 @@ def waits(order: MessageOrder) -> Waits:
         ScheduleError: SK331 if they deadlock; names a ring of waits: the ranks, entries and peers.
     """
     before = _before(order)
-    behind: list[list[int]] = [[] for _ in before]
-    for node, needs in enumerate(before):
-        for need in needs:
-            behind[need].append(node)
     there = {node for node, needs in enumerate(before) if needs or node < len(order.columns.rank)}
-    sequence = [node for node in in_turn(behind, before, lambda _, taken: taken) if node in there]
+    sequence = [node for node in in_turn(before, lambda _, taken: taken) if node in there]
     if len(sequence) < len(there):
         raise _deadlock(order, before, there.difference(sequence))
     return Waits(before, sequence)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from splitkit.errors import ScheduleError
 from splitkit.short_repr import brief
+from splitkit.solvers.topological import in_turn
 
 if TYPE_CHECKING:
     import numpy as np
@@ -241,36 +242,17 @@ def _check(order: PipelineOrder) -> None:
 
 
 def _linked(order: PipelineOrder) -> ActionGraph:
-    """Find the dependences and a topological order, in time linear in the number of actions.
-
-    Each rank is run until it must wait for an action of another rank. It is then parked with that action, and resumed
-    when the action is done. If ranks are left waiting at the end, they deadlock.
-    """
+    """Find the dependences and a topological order."""
     needs, owns = _needs(order)
-    data, own = needs.tolist(), owns.tolist()
-    ends = list(accumulate(len(actions) for actions in order.ranks))
-    following = [0, *ends[:-1]]
-    done = bytearray(len(data) + 2)
-    done[_NOTHING] = True  # indices from the end: "nothing" is done from the start, "nowhere" never is
-    waiting: dict[int, list[int]] = {}
-    sequence: list[int] = []
-    ready = list(range(len(order.ranks)))
-    while ready:
-        rank = ready.pop()
-        i, end = following[rank], ends[rank]
-        while i < end:
-            need = own[i] if done[data[i]] else data[i]
-            if not done[need]:
-                waiting.setdefault(need, []).append(rank)
-                break
-            done[i] = True
-            sequence.append(i)
-            ready.extend(waiting.pop(i, ()))
-            i += 1
-        following[rank] = i
-    if len(sequence) < len(data):
-        raise _deadlock(order, following, done)
-    return ActionGraph(tuple(sequence), needs)
+    rank, before = order.columns.rank.tolist(), list[list[int]]()
+    for i, (data, own) in enumerate(zip(needs.tolist(), owns.tolist(), strict=True)):
+        previous = i - 1 if i and rank[i - 1] == rank[i] else _NOTHING
+        waits = [need for need in (previous, data, own) if need != _NOTHING]
+        before.append([i] if _NOWHERE in waits else waits)  # what waits for itself never runs
+    sequence = tuple(in_turn(before, lambda _, taken: taken))
+    if len(sequence) < len(before):
+        raise _deadlock(order, set(sequence))
+    return ActionGraph(sequence, needs)
 
 
 def _needs(order: PipelineOrder) -> tuple[Ints, Ints]:
@@ -290,17 +272,18 @@ def _needs(order: PipelineOrder) -> tuple[Ints, Ints]:
     return np.where(kind == BACKWARD_WEIGHT, _NOTHING, data), np.where(kind == FORWARD, _NOTHING, own)
 
 
-def _deadlock(order: PipelineOrder, following: Sequence[int], done: bytearray) -> ScheduleError:
+def _deadlock(order: PipelineOrder, done: set[int]) -> ScheduleError:
     """Return an error that says which ranks wait, at which action, and for what."""
     flat, there = [a for actions in order.ranks for a in actions], set(chain.from_iterable(order.ranks))
-    needs, lines = [column.tolist() for column in _needs(order)], []
-    for rank, number in enumerate(following):
-        if number < len(flat) and order.columns.rank[number] == rank:
-            data, own = needs[0][number], needs[1][number]
-            need = own if done[data] else data
-            name = flat[need] if need >= 0 else _missing(flat[number], need == data)
-            where = f"of rank {order.rank_of[name.stage]}" if name in there else "that no rank runs"
-            lines.append(f"rank {rank} waits at {flat[number]} for {name} {where}")
+    needs, owns = _needs(order)
+    first = {rank: i for i, rank in reversed([*enumerate(order.columns.rank.tolist())]) if i not in done}
+    lines = []
+    for rank, number in sorted(first.items()):
+        data, own = int(needs[number]), int(owns[number])
+        need = own if data == _NOTHING or data in done else data
+        name = flat[need] if need >= 0 else _missing(flat[number], need == data)
+        where = f"of rank {order.rank_of[name.stage]}" if name in there else "that no rank runs"
+        lines.append(f"rank {rank} waits at {flat[number]} for {name} {where}")
     text = f"{order.name} never ends: " + "; ".join(lines)
     return ScheduleError("SK331", text, "Change the order so that the action that is waited for comes first.")
 

@@ -163,7 +163,7 @@ def _sequence(problem: SequencingProblem, starts: Sequence[float], count: int) -
     ends = [start + duration for start, duration in zip(starts, problem.durations, strict=True)]
     # of messages that start at one time on a communicator, those that take no time are first
     keys = [(ends[i] if i < count else start, ends[i]) for i, start in enumerate(starts)]
-    return in_turn(problem.behind, problem.before, lambda node, _: keys[node])
+    return in_turn(problem.before, lambda node, _: keys[node])
 
 
 def _cells(order: PipelineOrder) -> tuple[tuple[str, ...], ...]:

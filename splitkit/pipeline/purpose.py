@@ -13,7 +13,7 @@ from splitkit.costs.links import HostLink, Links, links_data
 from splitkit.errors import PolicyError
 from splitkit.hardware.device_specs import find_device
 from splitkit.pipeline.order import PipelineOrder
-from splitkit.pipeline.schedules import is_single, pipeline_order, schedule_named, words_of
+from splitkit.pipeline.schedules import pipeline_order, schedule_named, words_of
 from splitkit.plans.parts import PlanRequest
 from splitkit.prices import Costs, Optimizer, as_given, includes_backward
 from splitkit.solvers.placement.problem import Floats
@@ -131,7 +131,7 @@ def require_replicas(
         return
     if not schedule_named(schedule).is_single:
         reason = f"{name} with schedule={schedule!r}, which puts two stages on a rank"
-        raise PolicyError("SK302", reason, f"Use {words_of(is_single)}, or leave replicas out.")
+        raise PolicyError("SK302", reason, f"Use {words_of(lambda known: known.is_single)}, or leave replicas out.")
     require_schedule(policy, schedule, microbatches_of(microbatches, devices), devices // degrees[0])
 
 

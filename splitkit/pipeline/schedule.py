@@ -85,7 +85,7 @@ class Schedule:
 
     def rank_of(self, stage: int, ranks: int) -> int:
         """Return the rank of a stage."""
-        return 2 * ranks - 1 - stage if self.placement == "V" and stage >= ranks else stage % ranks
+        return rank_of_stage(self.placement, stage, ranks)
 
     def windows(self, stages: int, microbatches: int) -> list[int] | None:
         """Return the most microbatches that each stage has in flight; ``None`` without ``window``.
@@ -159,6 +159,11 @@ class Schedule:
         if refused is not None:
             reason, remedy = refused
             raise ScheduleError("SK330", f"{numbers}{': ' * bool(reason)}{reason}", remedy)
+
+
+def rank_of_stage(placement: Literal["loop", "V"], stage: int, ranks: int) -> int:
+    """Return the rank of a stage: in a loop around the ranks, or there and back (`Schedule.placement`)."""
+    return 2 * ranks - 1 - stage if placement == "V" and stage >= ranks else stage % ranks
 
 
 def require_numbers(stages: object, microbatches: object, ranks: object = 1) -> None:

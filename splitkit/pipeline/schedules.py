@@ -125,11 +125,6 @@ def words_of(fits: Callable[[Schedule], object] = bool) -> str:
     return " or ".join([*filter(None, [", ".join(words[:-1])]), *words[-1:]])
 
 
-def is_single(schedule: Schedule) -> bool:
-    """Whether a schedule has one stage on each rank, for `words_of`."""
-    return schedule.is_single
-
-
 def register_schedule(schedule: Schedule) -> None:
     """Register a schedule under its name, for policies, `splitkit.simulate_schedule`, pipelines, pages and sweeps.
 

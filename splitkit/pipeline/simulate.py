@@ -28,7 +28,7 @@ from splitkit.pipeline.order import (
 )
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.schedules import pipeline_order
-from splitkit.pipeline.stage_costs import StageCosts, bytes_back, bytes_on
+from splitkit.pipeline.stage_costs import StageCosts, bytes_back, require_stages
 from splitkit.pipeline.trace import LinkTimes, Transport, message_seconds
 
 __all__ = ["LinkTimes", "PipelineOrder", "ScheduleRun", "StageCosts", "simulate_schedule"]
@@ -138,10 +138,7 @@ def price_actions(
 def _order(
     stages: Sequence[StageCosts], schedule: str | PipelineOrder, microbatches: int | None, ranks: int | None
 ) -> PipelineOrder:
-    if not isinstance(stages, Sequence) or not stages or not all(isinstance(stage, StageCosts) for stage in stages):
-        raise ScheduleError(
-            "SK330", f"stages are {shown(stages)}", "Give a StageCosts for each stage, and at least one."
-        )
+    require_stages(stages)
     if not isinstance(schedule, PipelineOrder):
         if microbatches is None:
             raise ScheduleError("SK330", "the number of microbatches is not given", "Give microbatches=8, for example.")
@@ -216,7 +213,7 @@ def _messages(
             if not 0 <= target < count or order.rank_of[stage] == order.rank_of[target]:
                 continue
             here, there = order.rank_of[stage], order.rank_of[target]
-            nbytes = bytes_on(stages, stage) if target > stage else bytes_back(stages, stage)
+            nbytes = stages[stage].activation_bytes if target > stage else bytes_back(stages, stage)
             each = share(nbytes, min(stages[stage].replicas, stages[target].replicas))
             took = transport.seconds(here, there, each)
             for kind in kinds:

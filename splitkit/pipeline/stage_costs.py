@@ -134,9 +134,11 @@ def _require_copies(value: object, saved: int) -> None:
         )
 
 
-def bytes_on(stages: Sequence[StageCosts], stage: int) -> int:
-    """Return the bytes that a stage sends to the next one for a microbatch."""
-    return stages[stage].activation_bytes
+def require_stages(stages: object) -> None:
+    """Refuse what is no list of the costs of at least one stage (SK330)."""
+    if not isinstance(stages, Sequence) or not stages or not all(isinstance(stage, StageCosts) for stage in stages):
+        remedy = "Give a StageCosts for each stage, and at least one."
+        raise ScheduleError("SK330", f"stages are {shown(stages)}", remedy)
 
 
 def bytes_back(stages: Sequence[StageCosts], stage: int) -> int:

@@ -30,10 +30,10 @@ from splitkit.pipeline.memory import share, static_bytes, units_of
 from splitkit.pipeline.message_order import MessageOrder, is_message
 from splitkit.pipeline.order import ACTION, LETTERS, OTHER_CELL, Action, PipelineOrder, action_of
 from splitkit.pipeline.run import ScheduleRun
-from splitkit.pipeline.schedule import require_numbers
+from splitkit.pipeline.schedule import rank_of_stage, require_numbers
 from splitkit.pipeline.schedules import known_schedules, pipeline_order
 from splitkit.pipeline.simulate import simulate_schedule
-from splitkit.pipeline.stage_costs import StageCosts, bytes_back, bytes_on
+from splitkit.pipeline.stage_costs import StageCosts, bytes_back, require_stages
 from splitkit.pipeline.trace import LinkTimes
 from splitkit.plans.parts import Claim
 from splitkit.short_repr import brief
@@ -208,10 +208,7 @@ def _placed(
     """Return the number of ranks, and the placements to try."""
     if placement not in (None, "loop", "V"):
         raise PolicyError("SK302", f"synthesize(placement={shown(placement)})", "placement must be 'loop' or 'V'.")
-    if not isinstance(stages, Sequence) or not stages or not all(isinstance(stage, StageCosts) for stage in stages):
-        raise ScheduleError(
-            "SK330", f"stages are {shown(stages)}", "Give a StageCosts for each stage, and at least one."
-        )
+    require_stages(stages)
     count, given = len(stages), ranks
     if ranks is None:
         ranks = count // 2 if placement == "V" and count > 1 else count
@@ -272,17 +269,13 @@ class _Synthesis:
 
     def _problem(self) -> tuple[OrderProblem, ScheduleRun]:
         """Return the problem, and the step that takes one microbatch after the other and holds the least."""
-        rank_of = tuple(self._rank_of(stage) for stage in range(len(self.stages)))
+        rank_of = tuple(rank_of_stage(self.placement, stage, self.ranks) for stage in range(len(self.stages)))
         rows: Rows = []
         for rank in range(self.ranks):
             own = [stage for stage, on in enumerate(rank_of) if on == rank]
             rows.append([(s, F) for s in own] + [(s, kind) for s in own[::-1] for kind in (I, W)])
         problem = _problem(self._simulated([row * self.microbatches for row in rows]), self.limits, self.objective)
         return problem, self._simulated(rows_one_by_one(problem))
-
-    def _rank_of(self, stage: int) -> int:
-        back = self.placement == "V" and stage >= self.ranks
-        return 2 * self.ranks - 1 - stage if back else stage % self.ranks
 
     def _simulated(self, rows: Rows) -> ScheduleRun:
         numbered: list[list[Action]] = []
@@ -374,7 +367,7 @@ def _uses(run: ScheduleRun, stage: int) -> tuple[ActionBytes, ActionBytes, Actio
     read = share(bytes_back(run.stages, stage + 1), costs.replicas) if stage + 1 < len(rank_of) else 0
     is_first, is_last = stage == 0, stage + 1 == len(rank_of)
     made = back * (not is_first and (before or run.static_buffers))
-    kept = share(bytes_on(run.stages, stage), costs.replicas) * (not (is_last or after) and run.static_buffers)
+    kept = share(costs.activation_bytes, costs.replicas) * (not (is_last or after) and run.static_buffers)
     arriving = read * (not (is_last or after or run.static_buffers))
     return (
         ActionBytes(saved, costs.temporary_bytes),

@@ -19,7 +19,7 @@ from splitkit import files
 from splitkit.checks import is_number, shown
 from splitkit.errors import CostError, FileError, ViewError
 from splitkit.pipeline.order import KINDS, LETTERS, Action, PipelineOrder
-from splitkit.pipeline.stage_costs import StageCosts, bytes_back, bytes_on
+from splitkit.pipeline.stage_costs import StageCosts, bytes_back
 from splitkit.short_repr import brief
 
 Floats = npt.NDArray[np.float64]
@@ -110,7 +110,8 @@ class StepTrace:
         for reader in np.argsort(data, kind="stable").tolist():
             source, target = self.timeline[maker := int(data[reader])], self.timeline[reader]
             if maker >= 0 and source.rank != target.rank:
-                nbytes = (bytes_on if source.kind == "F" else bytes_back)(self.stages, source.stage)
+                on, back = self.stages[source.stage].activation_bytes, bytes_back(self.stages, source.stage)
+                nbytes = on if source.kind == "F" else back
                 times = float(self.departures[maker]), float(self.arrivals[maker])
                 found.append(Transfer(source.rank, target.rank, source.action, int(nbytes), *times))
         return tuple(found)

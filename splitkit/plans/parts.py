@@ -448,11 +448,7 @@ def key_to_json(key: PartKey) -> Any:
         return {"device": str(key)}
     if isinstance(key, tuple):
         return [key_to_json(k) for k in key]
-    raise PlanError(
-        "SK206",
-        f"a part called {key!r} ({type(key).__name__}) cannot be written to a file",
-        "Name parts with ints, strings, devices or tuples of these.",
-    )
+    raise PlanError("SK206", f"a part called {key!r} ({type(key).__name__}) cannot be written to a file", NAMING)
 
 
 def key_from_json(key: Any) -> PartKey:
@@ -499,6 +495,7 @@ def damaged(field: str, value: object, wanted: str) -> FileError:
 
 
 _FIELDS = ("value", "release", "fetch")
+_OFFLOADED = "a list of distinct values with the nodes after which they leave and before which they return"
 
 
 @dataclass(frozen=True)
@@ -522,11 +519,8 @@ class Offloaded:
 
 def offloaded_to_json(offloaded: Iterable[Offloaded]) -> list[dict[str, str | None]]:
     """Return the JSON form, by node name."""
-    return [dict(zip(_FIELDS, _names(one), strict=True)) for one in offloaded]
-
-
-def _names(one: Offloaded) -> tuple[str | None, ...]:
-    return tuple(None if node is None else node.name for node in (one.value, one.release, one.fetch))
+    nodes = ({name: getattr(one, name) for name in _FIELDS} for one in offloaded)
+    return [{name: None if node is None else node.name for name, node in each.items()} for each in nodes]
 
 
 def names_of_offloaded(data: object) -> Iterator[str]:
@@ -537,10 +531,10 @@ def names_of_offloaded(data: object) -> Iterator[str]:
     """
     for entry in data if isinstance(data, list) else [data] if data is not None else []:
         if not isinstance(entry, Mapping) or entry.keys() != set(_FIELDS) or not isinstance(entry["value"], str):
-            raise _damaged(entry)
+            raise damaged("offloaded", entry, _OFFLOADED)
         for name in filter(None, map(entry.__getitem__, _FIELDS)):
             if not isinstance(name, str):
-                raise _damaged(entry)
+                raise damaged("offloaded", entry, _OFFLOADED)
             yield name
 
 
@@ -548,10 +542,5 @@ def offloaded_from_json(data: Sequence[Mapping[str, Any]] | None, nodes: Mapping
     """Return what `offloaded_to_json` wrote, after `names_of_offloaded` has checked it."""
     found = tuple(Offloaded(*(nodes[entry[n]] if entry[n] else None for n in _FIELDS)) for entry in data or ())  # type: ignore[arg-type]
     if len({one.value for one in found}) < len(found):
-        raise _damaged(data)
+        raise damaged("offloaded", data, _OFFLOADED)
     return found
-
-
-def _damaged(entry: object) -> FileError:
-    wanted = "a list of distinct values with the nodes after which they leave and before which they return"
-    return FileError("SK501", f"the plan is damaged: offloaded has {reprlib.repr(entry)}, not {wanted}", "Plan again.")

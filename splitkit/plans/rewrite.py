@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
@@ -128,14 +128,9 @@ def refine(flow: Dataflow, plan: Plan) -> Plan:
         visit[copy] = PARENT if copy[1] is PARENT else (copy[1], number)
     placed = (n for n in flow.nodes if n in plan)
     places = {node: tuple(visit[node, key] for key in plan[node]) for node in placed}
-    order = sorted({k for keys in places.values() for k in keys if k is not PARENT}, key=_visit_number)
+    order = sorted({k for keys in places.values() for k in keys if k is not PARENT}, key=lambda key: key[1])  # type: ignore[index]
     parts = {key: replace(plan.parts[key[0]], key=key) for key in order}  # type: ignore[index]
     return replace(plan, places=places, parts=parts, claim=None)
-
-
-def _visit_number(key: Hashable) -> int:
-    assert isinstance(key, tuple)
-    return int(key[1])
 
 
 def _schedule(flow: Dataflow, plan: Plan) -> Iterator[tuple[int, Copy]]:

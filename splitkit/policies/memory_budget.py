@@ -11,7 +11,7 @@ from splitkit.costs import Costs
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow, enough_nodes, module_path
 from splitkit.pipeline.purpose import counted_optimizer, purpose
-from splitkit.pipeline.schedules import is_single, schedule_named, words_of
+from splitkit.pipeline.schedules import schedule_named, words_of
 from splitkit.pipeline.stage_prices import check_stage_optimizer
 from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan
@@ -84,7 +84,7 @@ class MemoryBudget:
             raise PolicyError(
                 "SK302",
                 f"MemoryBudget: the schedule {schedule} puts several parts on one device",
-                f"Use {words_of(is_single)}, which put one there.",
+                f"Use {words_of(lambda known: known.is_single)}, which put one there.",
             )
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:

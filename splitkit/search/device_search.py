@@ -249,7 +249,6 @@ class DeviceSearch:
                     value=total,
                     bound=0.0,
                     solver="one device",
-                    seconds=0.0,
                     loads=loads,
                     tolerance=1e-9,
                 )
@@ -334,7 +333,7 @@ class DeviceSearch:
             found = latency(problem, seconds=self.seconds, pieces=self.pieces or 1, clock=self.clock)
         else:
             solver = noncontiguous if self.pieces is None else contiguous
-            found = solver(problem, seconds=self.seconds, advise=False, clock=self.clock)
+            found = solver(problem, seconds=self.seconds, clock=self.clock)
             if self._travel is not None and self._travel.differs and not self.clock.is_over():
                 prices, acyclic = self._placing.prices(self._travel), self.pieces == 1
                 seconds = _UNEQUAL * self.seconds

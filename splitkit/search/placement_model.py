@@ -11,7 +11,6 @@ A net is paid once for each device, however many readers are there: that is what
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,6 +28,7 @@ from splitkit.solvers.placement.core import strong_components
 from splitkit.solvers.placement.link_model import LinkPrices, UnequalLinks
 from splitkit.solvers.placement.problem import BadProblemError, Bools, Floats, Ints, Problem, Slot
 from splitkit.solvers.placement.stages.linked_annealing import LinkedAnnealing
+from splitkit.solvers.topological import in_turn
 
 _NOTHING = 1e-250  # seconds that are as good as none: their sums would lose all digits
 
@@ -411,27 +411,8 @@ def bundled(flow: Dataflow, nodes: Sequence[Node], together: Sequence[Sequence[N
     members: dict[int, list[Node]] = {}
     for node, bundle in zip(nodes, label, strict=True):
         members.setdefault(bundle, []).append(node)
-    after: dict[int, set[int]] = {bundle: set() for bundle in members}
+    before: list[set[int]] = [set() for _ in members]
     for first, then in edges:
         if label[first] != label[then]:
-            after[label[first]].add(label[then])
-    return tuple(tuple(members[bundle]) for bundle in _sorted(after, {b: at[m[0]] for b, m in members.items()}))
-
-
-def _sorted(after: dict[int, set[int]], place: dict[int, int]) -> list[int]:
-    """Return a topological order that follows ``place`` where it is free to choose."""
-    missing = dict.fromkeys(after, 0)
-    for bundles in after.values():
-        for bundle in bundles:
-            missing[bundle] += 1
-    ready = [(place[bundle], bundle) for bundle, count in missing.items() if not count]
-    heapq.heapify(ready)
-    found: list[int] = []
-    while ready:
-        _, bundle = heapq.heappop(ready)
-        found.append(bundle)
-        for then in after[bundle]:
-            missing[then] -= 1
-            if not missing[then]:
-                heapq.heappush(ready, (place[then], then))
-    return found
+            before[label[then]].add(label[first])
+    return tuple(tuple(members[bundle]) for bundle in in_turn(before, lambda bundle, _: at[members[bundle][0]]))

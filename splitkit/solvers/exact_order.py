@@ -9,31 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from splitkit.solvers.order_problem import F, I, OrderProblem, Rows, TimedRows, W, time_rows
+from splitkit.solvers.order_problem import F, I, OrderProblem, StepState, TimedRows, W
+from splitkit.solvers.placement.problem import Bools, Floats, Ints
 
 _Kept = tuple[float, ...]
 
 
-@dataclass
-class BranchResult:
-    """What branching found.
-
-    Attributes:
-        best: the best order below the value that was given; ``None`` if there is none, or none was found.
-        whole: whether all orders were covered, so that none is better than ``best`` or the given value.
-    """
-
-    best: TimedRows | None
-    whole: bool
-
-
-def branch(problem: OrderProblem, windows: Windows, value: float, most_nodes: int) -> BranchResult:
-    """Search for an order better than a value.
+def branch(problem: OrderProblem, windows: Windows, value: float, most_nodes: int) -> tuple[TimedRows | None, bool]:
+    """Return the best order below a value, ``None`` if none was found, and whether all orders were covered.
 
     Args:
         problem: the problem.
@@ -48,22 +36,12 @@ class _Node(NamedTuple):
     """A state.
 
     Attributes:
-        counts: 3 * stage + kind -> how many have run.
-        free: rank -> when it is free.
-        held: rank -> bytes.
+        step: what has run; it is never changed.
         waived: rank -> bits of 3 * stage + kind that it will not run before another message.
-        arrivals: 2 * stage + kind -> arrivals of messages that are not read yet.
-        idle: channel -> when it is free, in a fixed order.
-        tail: the actions so far, the last one first: (rank, stage, kind, rest).
     """
 
-    counts: tuple[int, ...]
-    free: _Kept
-    held: tuple[int, ...]
+    step: StepState
     waived: tuple[int, ...]
-    arrivals: tuple[_Kept, ...]
-    idle: _Kept
-    tail: tuple[Any, ...] | None
 
 
 class _Branching:
@@ -72,31 +50,16 @@ class _Branching:
         self.due = windows.forward_to.tolist(), windows.input_to.tolist()
         self.best: TimedRows | None = None
         self.seen: dict[tuple[tuple[int, ...], tuple[int, ...]], list[_Kept]] = {}
-        channels = sorted({c for pair in problem.channels for c in pair if c >= 0})
-        self.channel = {channel: place for place, channel in enumerate(channels)}
 
-    def run(self) -> BranchResult:
-        problem = self.problem
-        arrivals: list[_Kept] = [()] * (2 * problem.stages)
-        arrivals[F] = (0.0,) * problem.microbatches
-        none = (0,) * problem.ranks
-        root = _Node(
-            (0,) * (3 * problem.stages),
-            (0.0,) * problem.ranks,
-            none,
-            none,
-            tuple(arrivals),
-            (0.0,) * len(self.channel),
-            None,
-        )
-        stack = [root]
+    def run(self) -> tuple[TimedRows | None, bool]:
+        stack = [_Node(StepState(self.problem), (0,) * self.problem.ranks)]
         while stack:
             node = stack.pop()
             self.most -= 1
             if self.most < 0:
-                return BranchResult(self.best, False)
+                return self.best, False
             stack.extend(reversed(self._children(node)))
-        return BranchResult(self.best, True)
+        return self.best, True
 
     def _children(self, node: _Node) -> list[_Node]:
         """Return the states after the next choice, that with the earliest deadline first."""
@@ -104,19 +67,23 @@ class _Branching:
         ready = [self._ready(node, rank) for rank in range(problem.ranks)]
         ranks = [rank for rank, actions in enumerate(ready) if actions]
         if not ranks:
-            if sum(node.counts) == 3 * problem.stages * problem.microbatches:
-                self._note(node)
+            if sum(map(sum, node.step.counts)) == 3 * problem.stages * problem.microbatches:
+                found = node.step.timed()
+                if found.value < self.value * (1 - 1e-9):
+                    self.best, self.value = found, found.value
             return []
-        rank = min(ranks, key=lambda r: (node.free[r], r))
-        found = []
+        rank = min(ranks, key=lambda r: (node.step.free[r], r))
+        children = []
         for due, start, stage, kind in sorted(ready[rank]):
-            child = self._after(node, rank, start, stage, kind)
-            if self._in_time(child, rank, due, stage, kind) and self._is_new(child):
-                found.append(child)
+            step = node.step.copy()
+            step.run(stage, kind, start)
+            child = _Node(step, (*node.waived[:rank], 0, *node.waived[rank + 1 :]))
+            if self._in_time(step, rank, due) and self._is_new(child):
+                children.append(child)
         wait = self._waiting(node, rank, ready[rank])
         if wait is not None and self._is_new(wait):
-            found.append(wait)
-        return found
+            children.append(wait)
+        return children
 
     def _ready(self, node: _Node, rank: int) -> list[tuple[float, float, int, int]]:
         """Return (deadline, start, stage, kind) of what a rank can run and has not waived."""
@@ -125,101 +92,55 @@ class _Branching:
             for kind in (F, I, W):
                 if node.waived[rank] >> (3 * stage + kind) & 1:
                     continue
-                start = self._start(node, rank, stage, kind)
-                if start is not None:
-                    number = node.counts[3 * stage + kind]
+                start = node.step.start(stage, kind)
+                if start is not None and node.step.fits(stage, kind):
+                    number = node.step.counts[stage][kind]
                     due = self.due[kind][stage][number] if kind != W else float("inf")
                     found.append((due, start, stage, kind))
         return found
 
-    def _start(self, node: _Node, rank: int, stage: int, kind: int) -> float | None:
-        at = 3 * stage + kind
-        number = node.counts[at]
-        if number == self.problem.microbatches or (kind and number == node.counts[at - 1]):
-            return None
-        if node.held[rank] + self.problem.uses[stage][kind].peak > self.problem.room[rank]:
-            return None
-        if kind == W or (kind == I and stage == self.problem.stages - 1):
-            return node.free[rank]
-        waiting = node.arrivals[2 * stage + kind]
-        return max(node.free[rank], waiting[0]) if waiting else None
-
-    def _after(self, node: _Node, rank: int, start: float, stage: int, kind: int) -> _Node:
-        problem, at = self.problem, 3 * stage + kind
-        end = start + problem.seconds[stage][kind]
-        arrivals, idle = list(node.arrivals), node.idle
-        target = stage + 1 if kind == F else stage - 1
-        if kind != W:
-            if arrivals[2 * stage + kind]:
-                arrivals[2 * stage + kind] = arrivals[2 * stage + kind][1:]
-            if 0 <= target < problem.stages:
-                arrival, channel = end, problem.channels[stage][kind]
-                if channel >= 0:
-                    place = self.channel[channel]
-                    arrival = max(end, idle[place]) + problem.travel[stage][kind]
-                    idle = (*idle[:place], arrival, *idle[place + 1 :])
-                arrivals[2 * target + kind] = (*arrivals[2 * target + kind], arrival)
-        return _Node(
-            (*node.counts[:at], node.counts[at] + 1, *node.counts[at + 1 :]),
-            (*node.free[:rank], end, *node.free[rank + 1 :]),
-            (*node.held[:rank], node.held[rank] + problem.uses[stage][kind].change, *node.held[rank + 1 :]),
-            (*node.waived[:rank], 0, *node.waived[rank + 1 :]),
-            tuple(arrivals),
-            idle,
-            (rank, stage, kind, node.tail),
-        )
-
-    def _in_time(self, node: _Node, rank: int, due: float, stage: int, kind: int) -> bool:
+    def _in_time(self, step: StepState, rank: int, due: float) -> bool:
         """Return whether the action that ran last leaves its rank the time for the rest of its work."""
         left = sum(
-            (self.problem.microbatches - node.counts[3 * s + k]) * self.problem.seconds[s][k]
+            (self.problem.microbatches - step.counts[s][k]) * self.problem.seconds[s][k]
             for s in self.problem.of_rank[rank]
             for k in (F, I, W)
         )
-        end, eps = node.free[rank], 1e-9 * self.value
+        end, eps = step.free[rank], 1e-9 * self.value
         return end <= due + eps and end + left + self.problem.late[rank] < self.value - eps
 
     def _waiting(self, node: _Node, rank: int, ready: list[tuple[float, float, int, int]]) -> _Node | None:
         """Return the state in which a rank waives what is ready; ``None`` if no message gives it another choice."""
-        if not any(self._awaited(node, rank, stage, kind) for stage in self.problem.of_rank[rank] for kind in (F, I)):
+        stages = self.problem.of_rank[rank]
+        if not any(self._awaited(node.step, rank, stage, kind) for stage in stages for kind in (F, I)):
             return None
         bits = node.waived[rank]
         for _, _, stage, kind in ready:
             bits |= 1 << (3 * stage + kind)
         return node._replace(waived=(*node.waived[:rank], bits, *node.waived[rank + 1 :]))
 
-    def _awaited(self, node: _Node, rank: int, stage: int, kind: int) -> bool:
+    def _awaited(self, step: StepState, rank: int, stage: int, kind: int) -> bool:
         """Return whether an action lacks nothing but a message of another rank."""
-        source, number = stage - 1 if kind == F else stage + 1, node.counts[3 * stage + kind]
+        source, number = stage - 1 if kind == F else stage + 1, step.counts[stage][kind]
         return (
             0 <= source < self.problem.stages
             and self.problem.rank_of[source] != rank
             and number < self.problem.microbatches
-            and (kind == F or number < node.counts[3 * stage + F])
-            and not node.arrivals[2 * stage + kind]
-            and node.held[rank] + self.problem.uses[stage][kind].peak <= self.problem.room[rank]
+            and (kind == F or number < step.counts[stage][F])
+            and number == len(step.arrivals[stage][kind])
+            and step.fits(stage, kind)
         )
 
     def _is_new(self, node: _Node) -> bool:
         """Return whether no state with the same counts has times that are not later, and keep this one."""
-        times = (*node.free, *(time for waiting in node.arrivals for time in waiting), *node.idle)
-        kept = self.seen.setdefault((node.counts, node.waived), [])
+        times = node.step.times
+        kept = self.seen.setdefault((tuple(chain.from_iterable(node.step.counts)), node.waived), [])
         for other in kept:
             if all(a <= b for a, b in zip(other, times, strict=True)):
                 return False
         kept[:] = [other for other in kept if not all(a <= b for a, b in zip(times, other, strict=True))]
         kept.append(times)
         return True
-
-    def _note(self, node: _Node) -> None:
-        rows: Rows = [[] for _ in range(self.problem.ranks)]
-        tail = node.tail
-        while tail is not None:
-            rank, stage, kind, tail = tail
-            rows[rank].insert(0, (stage, kind))
-        found = time_rows(self.problem, rows)
-        if found is not None and found.value < self.value * (1 - 1e-9):
-            self.best, self.value = found, found.value
 
 
 # Finds when the actions of one stage can run at the earliest and at the latest, by dynamic programs over its counts.
@@ -228,11 +149,6 @@ class _Branching:
 # number of bytes, whatever their order. One program finds the earliest time at which it can be in a state (f, i, w),
 # one the latest time from which it can still finish in time; both are exact. An order of all stages contains one of
 # this stage, so no action ends before its earliest end or after its latest one.
-
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
 
 
 @dataclass
@@ -338,7 +254,7 @@ class _Step:
     seconds: float
     before: Floats
     due: Floats
-    allowed: Flags
+    allowed: Bools
     source: tuple[slice, slice]
     target: tuple[slice, slice]
 
@@ -357,7 +273,7 @@ class _Levels:
     def __init__(self, count: int, deep: int, wide: int) -> None:
         a, b = np.arange(deep), np.arange(wide)[None, :]
         self.done: list[tuple[Ints, Ints]] = []
-        self.exists: list[Flags] = []
+        self.exists: list[Bools] = []
         for level in range(2 * count + 1):
             forwards, inputs = (level + a) // 2, (level - a) // 2
             whole = ((level - a) % 2 == 0) & (inputs >= 0) & (forwards <= count)

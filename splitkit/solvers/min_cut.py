@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
@@ -11,6 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, connected_components, maximum_flow
+
+from splitkit.solvers.placement.problem import Bools, Floats, Ints
+from splitkit.solvers.topological import in_turn
 
 INFINITE = np.iinfo(np.int64).max
 """The capacity of an edge that no cut may contain."""
@@ -118,9 +120,8 @@ def min_cut(network: Network) -> Cut:
     value = network.value(smallest)
     assert value == network.value(largest) == residual.flow
     place = np.flatnonzero(number > 1)
-    tails, heads = residual.open_edges()
-    inner = (tails > 1) & (heads > 1)
-    return Cut(value, smallest, largest, place[tails[inner] - 2], place[heads[inner] - 2])
+    inner = (residual.left > 0) & (residual.rows > 1) & (residual.columns > 1)
+    return Cut(value, smallest, largest, place[residual.rows[inner] - 2], place[residual.columns[inner] - 2])
 
 
 def _settled(network: Network) -> tuple[Bools, Bools]:
@@ -205,11 +206,6 @@ class _Residual:
         """Return (n,) the vertices from which more could flow to the sink."""
         return _marked(self.size, breadth_first_order(self._open().T.tocsr(), 1, return_predecessors=False))
 
-    def open_edges(self) -> tuple[Ints, NDArray[np.int32]]:
-        """Return where the edges with residual capacity start and end."""
-        is_open = self.left > 0
-        return self.rows[is_open], self.columns[is_open]
-
     def _open(self, shift: int = 0) -> csr_array:
         is_open = (self.left >> shift) > 0
         starts = np.concatenate([[0], np.cumsum(is_open)])[self.starts].astype(np.int32)
@@ -219,10 +215,6 @@ class _Residual:
 
 # All minimum cuts of a network whose capacities are ``first + rate * second``, over every rate: the convex hull.
 
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 
 _MOST_UNITS = 2.0**40  # into which the sum of the second costs is divided
 
@@ -374,20 +366,11 @@ def _steps(cut: Cut, free: Bools, rank: Ints) -> Iterator[Ints]:
     count, label = connected_components(csr_array((np.ones(len(ends[0]), np.int8), ends), shape), connection="strong")
     tails, heads = label[ends[0]], label[ends[1]]
     pairs = np.unique(np.stack([tails, heads], 1)[tails != heads], axis=0)
-    waits = np.bincount(pairs[:, 0], minlength=count)
-    before: list[list[int]] = [[] for _ in range(count)]
+    leads: list[list[int]] = [[] for _ in range(count)]
     for tail, head in pairs.tolist():
-        before[head].append(tail)
+        leads[tail].append(head)
     highest = np.full(count, np.iinfo(np.int64).min)
     np.maximum.at(highest, label, rank[members])
     order = np.argsort(label, kind="stable")
     groups = np.split(members[order], np.cumsum(np.bincount(label, minlength=count))[:-1])
-    ready = [(-int(highest[c]), int(c)) for c in range(count) if not waits[c]]
-    heapq.heapify(ready)
-    while ready:
-        _, group = heapq.heappop(ready)
-        yield groups[group]
-        for tail in before[group]:
-            waits[tail] -= 1
-            if not waits[tail]:
-                heapq.heappush(ready, (-int(highest[tail]), tail))
+    yield from (groups[group] for group in in_turn(leads, lambda group, _: -int(highest[group])))

@@ -142,7 +142,7 @@ class StepState:
         self.free, self.held = [0.0] * problem.ranks, [0] * problem.ranks
         self.rows: Rows = [[] for _ in range(problem.ranks)]
         self.starts: list[list[float]] = [[] for _ in range(problem.ranks)]
-        self._idle: dict[int, float] = {}
+        self._idle = {channel: 0.0 for pair in problem.channels for channel in pair if channel >= 0}
 
     def start(self, stage: int, kind: int) -> float | None:
         """Return when the next action of a stage and kind can start; ``None`` if its inputs have not been made."""
@@ -172,10 +172,30 @@ class StepState:
         if kind == W or not 0 <= target < problem.stages:
             return -1
         if (channel := problem.channels[stage][kind]) >= 0:
-            end = max(end, self._idle.get(channel, 0.0)) + problem.travel[stage][kind]
+            end = max(end, self._idle[channel]) + problem.travel[stage][kind]
             self._idle[channel] = end
         self.arrivals[target][kind].append(end)
         return target
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        """All times that matter for what follows: when ranks and channels are free, and messages not read yet come."""
+        unread = (
+            time
+            for counts, arrivals in zip(self.counts, self.arrivals, strict=True)
+            for count, known in zip(counts, arrivals, strict=False)
+            for time in known[count:]
+        )
+        return (*self.free, *unread, *self._idle.values())
+
+    def copy(self) -> StepState:
+        """Return a copy that can go on by itself."""
+        made = StepState.__new__(StepState)
+        made.problem, made.counts = self.problem, [list(own) for own in self.counts]
+        made.rows, made.starts = [list(row) for row in self.rows], [list(row) for row in self.starts]
+        made.arrivals = [(list(forward), list(back)) for forward, back in self.arrivals]
+        made.free, made.held, made._idle = list(self.free), list(self.held), dict(self._idle)
+        return made
 
     def timed(self) -> TimedRows:
         """Return the order when all actions have run."""

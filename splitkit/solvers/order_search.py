@@ -261,11 +261,9 @@ class _OrderSearch:
     def _closed(self) -> bool:
         return self.best.value <= self.bound + TOLERANCE * abs(self.bound)
 
-    def _take(self, found: TimedRows | None) -> bool:
-        if found is None or found.value >= self.best.value:
-            return False
-        self.best = found
-        return True
+    def _take(self, found: TimedRows | None) -> None:
+        if found is not None and found.value < self.best.value:
+            self.best = found
 
     def _by_rules(self) -> None:
         values: dict[tuple[int, ...], float] = {}
@@ -313,14 +311,14 @@ class _OrderSearch:
         if not tighten(self.problem, windows):
             self.bound, self.how = value, "windows"
             return
-        found = branch(self.problem, windows, value, int(self.effort * _NODES))
-        self._take(found.best)
-        if found.whole:
+        best, whole = branch(self.problem, windows, value, int(self.effort * _NODES))
+        self._take(best)
+        if whole:
             self.bound, self.how = self.best.value, "branching"
 
     def _by_descent(self) -> None:
         count = int(self.effort * _DESCENT) // self.actions
-        self.best, _ = improve_rows(self.problem, self.best, count, self.bound * (1 + TOLERANCE))
+        self.best = improve_rows(self.problem, self.best, count, self.bound * (1 + TOLERANCE))
 
 
 # Lower bounds on the value of every order, from sums of times and from the windows of single stages.
@@ -432,30 +430,27 @@ _Place = tuple[int, int]
 """A rank, and the place of an action in its row."""
 
 
-def improve_rows(problem: OrderProblem, start: TimedRows, evaluations: int, enough: float) -> tuple[TimedRows, int]:
-    """Return the best order found by descent from one, and how many orders were timed.
+def improve_rows(problem: OrderProblem, start: TimedRows, evaluations: int, enough: float) -> TimedRows:
+    """Return the best order found by descent from one, which times as many orders at most.
 
     An order is taken if its value falls, or stays and the ends of all ranks fall in sum. Ends at a value of ``enough``.
     """
-    best, used, tabu = start, 0, set[str]()
+    best, tried = start, set[str]()
     while best.value > enough:
-        following = None
         for rows in _neighbours(problem, best):
             key = repr(rows)
-            if key in tabu:
+            if key in tried:
                 continue
-            if used == evaluations:
-                return best, used
-            tabu.add(key)
-            used += 1
+            if len(tried) == evaluations:
+                return best
+            tried.add(key)
             found = time_rows(problem, rows)
             if found is not None and _rank_of_order(found) < _rank_of_order(best):
-                following = found
+                best = found
                 break
-        if following is None:
-            return best, used
-        best = following
-    return best, used
+        else:
+            return best
+    return best
 
 
 def _rank_of_order(timed: TimedRows) -> tuple[float, float]:

@@ -17,13 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 from scipy.sparse import coo_array, csr_array
 
-Bools = NDArray[np.bool_]
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from splitkit.solvers.placement.problem import Bools, Floats, Ints
 
 GAP = 1e-4
 """The relative gap between value and bound at which the search ends."""

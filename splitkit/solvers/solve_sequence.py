@@ -337,7 +337,7 @@ class SequencingProblem:
     @cached_property
     def sequence(self) -> list[int]:
         """All operations in a topological order of the precedences."""
-        found = list(in_turn(self.behind, self.before, lambda _, taken: taken))
+        found = list(in_turn(self.before, lambda _, taken: taken))
         assert len(found) == len(self.before), "precedences without cycles"
         return found
 

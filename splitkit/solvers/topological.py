@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 
-def in_turn(
-    after: Sequence[Sequence[int]], before: Sequence[Sequence[int]], place: Callable[[int, int], Any]
-) -> Iterator[int]:
+def in_turn(before: Sequence[Collection[int]], place: Callable[[int, int], Any]) -> Iterator[int]:
     """Yield the units in topological order, always the first of the ready ones; those on or behind a cycle are left
     out.
 
     Args:
-        after: the units after each unit.
         before: the units before each unit.
         place: (unit that becomes ready, number of units taken) -> its place among the ready ones, the least first.
     """
+    after: list[list[int]] = [[] for _ in before]
+    for unit, units in enumerate(before):
+        for first in units:
+            after[first].append(unit)
     missing = [len(units) for units in before]
     heap = [(place(unit, 0), unit) for unit, count in enumerate(missing) if not count]
     heapq.heapify(heap)

@@ -104,7 +104,7 @@ def best_of_all(policy, flow, costs):
     found = []
     for device in map(np.array, product(range(count), repeat=len(place))):
         if policy.pieces is None or not cycles(device[edges], count):
-            solution = Solution(device, () if policy.pieces is None else (0,), 0.0, 0.0, "", 0.0, device, 0.0)
+            solution = Solution(device, () if policy.pieces is None else (0,), 0.0, 0.0, "", device, 0.0)
             found.append((search._value(solution), solution))
     found.sort(key=lambda one: one[0])
     return next((value for value, one in found if search._fitting.fits(search._plan_of(one))), None)

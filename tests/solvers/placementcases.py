@@ -15,7 +15,7 @@ INF = float("inf")
 
 @st.composite
 def problems(draw, *, units=6, devices=3, plain=False):
-    """Problems with everything that there is: kinds, CPUs, colours, backward units, memory, links, cycles."""
+    """Problems with everything that there is: kinds, CPUs, colours, memory, links, cycles."""
     count = draw(st.integers(1, units))
     kinds = draw(st.integers(1, 2))
     prices = st.integers(0, 9) if draw(st.booleans()) else st.sampled_from([0.1, 0.2, 0.3, 0.7, 1.1])
@@ -26,9 +26,7 @@ def problems(draw, *, units=6, devices=3, plain=False):
     pairs = draw(st.lists(st.tuples(unit, unit), max_size=2 * count))
     cycles = not plain and draw(st.integers(0, 4)) == 0
     edges = [(a, b) if cycles else (min(a, b), max(a, b)) for a, b in pairs if a != b]
-    backward, colours = np.zeros(count, bool), np.full(count, -1)
-    if not plain and draw(st.booleans()):
-        backward = np.array([draw(st.booleans()) for _ in range(count)])
+    colours = np.full(count, -1)
     if not plain and draw(st.booleans()):
         colours = np.array([draw(st.integers(-1, 3)) for _ in range(count)])
     if draw(st.booleans()):
@@ -56,7 +54,6 @@ def problems(draw, *, units=6, devices=3, plain=False):
         specs,
         nbytes=np.array([draw(st.integers(0, 4)) for _ in range(count)]),
         colours=colours,
-        backward=backward,
         saved=np.array([draw(st.integers(0, 3)) for _ in range(count)]),
         in_flight=draw(st.sampled_from([(), (), (1, 2), (1, 2, 3), (2,)])),
         ordered=draw(st.integers(0, 3)) == 0,
@@ -111,17 +108,10 @@ def fits(problem: Problem, device, order) -> bool:
 
 
 def goes_down(problem: Problem, device, order) -> bool:
-    """Whether the order of stages respects all edges: forward ones, and mirrored ones of colours without forward."""
+    """Whether the order of stages respects all edges."""
     rank = {d: place for place, d in enumerate(order)}
-    name = [("c", c) if c >= 0 else ("u", v) for v, c in enumerate(problem.colours)]
-    forward = {name[v] for v in range(problem.units) if not problem.backward[v]}
-    for a, b in problem.edges.tolist():
-        straight = not problem.backward[a] and not problem.backward[b]
-        if straight and rank[device[a]] > rank[device[b]]:
-            return False
-        mirrored = problem.backward[a] and problem.backward[b] and not {name[a], name[b]} <= forward
-        if mirrored and rank[device[b]] > rank[device[a]]:
-            return False
+    if any(rank[device[a]] > rank[device[b]] for a, b in problem.edges.tolist()):
+        return False
     return not problem.ordered or list(order) == sorted(order)
 
 
@@ -168,7 +158,6 @@ def permuted(problem: Problem, order) -> Problem:
         pins=place[problem.pins],
         edges=place[problem.edges],
         colours=problem.colours[order],
-        backward=problem.backward[order],
         saved=problem.saved[order],
     )
 

@@ -39,7 +39,7 @@ def test_the_best_chain_is_that_of_brute_force(seed):
         asked.append(pair)
         return true[:, pair]
 
-    found = LazyChains(first, last, least.copy(), price, lambda: False).least()
+    found = LazyChains(first, last, least.copy(), price, lambda: False).best()
     every = [costs_of(true, pairs) for pairs in chains(first, last, borders, steps)]
     best = min(map(max, every))
     assert len(asked) == len(set(asked)) <= len(first)
@@ -48,7 +48,7 @@ def test_the_best_chain_is_that_of_brute_force(seed):
         return
     assert found.cost == found.bound == best
     limit = best * 1.2
-    even = LazyChains(first, last, least.copy(), price, lambda: False).even(limit)
+    even = LazyChains(first, last, least.copy(), price, lambda: False).best(limit)
     squares = min(sum(c**2 for c in one) for one in every if max(one) <= limit)
     pairs = {ends: i for i, ends in enumerate(zip(first.tolist(), last.tolist(), strict=True))}
     taken = costs_of(true, [pairs[ends] for ends in pairwise((0, *even.borders))])
@@ -65,7 +65,7 @@ def test_a_search_that_is_stopped_has_true_costs_and_a_bound(after):
         left[0] -= 1
         return left[0] < 0
 
-    found = LazyChains(first, last, least.copy(), lambda pair: true[:, pair], stop).least()
+    found = LazyChains(first, last, least.copy(), lambda pair: true[:, pair], stop).best()
     best = min(max(costs_of(true, pairs)) for pairs in chains(first, last, 12, 3))
     if found is not None:
         pairs = {ends: i for i, ends in enumerate(zip(first.tolist(), last.tolist(), strict=True))}

@@ -18,12 +18,12 @@ from splitkit.solvers.placement.solution import InfeasibleError
 
 
 def simple(problem):
-    """The same problem as latency wants it: accelerators first, CPUs of one kind, no cycles, all units forward."""
+    """The same problem as latency wants it: accelerators first, CPUs of one kind, no cycles."""
     devices = sorted(problem.devices, key=lambda device: device.cpu)
     kind = next((device.kind for device in devices if device.cpu), 0)
     devices = [replace(device, kind=kind) if device.cpu else device for device in devices]
     edges = np.sort(problem.edges, axis=1)
-    return replace(problem, devices=tuple(devices), edges=edges, backward=np.zeros(problem.units, bool), fill=False)
+    return replace(problem, devices=tuple(devices), edges=edges, fill=False)
 
 
 def found_for(problem, **options):

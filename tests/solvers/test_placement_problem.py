@@ -9,7 +9,7 @@ from campaigns import few_of_many
 from hypothesis import strategies as st
 
 from splitkit.solvers.placement.contract import contracted_core, tightened_core
-from splitkit.solvers.placement.core import acyclic_groups, colour_groups, core_of
+from splitkit.solvers.placement.core import acyclic_groups, core_of
 from splitkit.solvers.placement.problem import BadProblemError, Problem, Slot
 from splitkit.solvers.placement.solution import cycles, faults, loads, memory
 
@@ -69,21 +69,6 @@ def test_bad_input_is_refused_with_its_field(change, field, units, devices):
     with pytest.raises(BadProblemError) as caught:
         plain(**change)
     assert (caught.value.field, caught.value.units, caught.value.devices) == (field, units, devices)
-
-
-def test_a_colour_without_forward_units_is_ordered_by_its_mirrored_backward_units():
-    # forward 0 -> 1; backward 3 (of 1) -> 4 (alone in its colour) -> 2 (of 0): so 4 lies between 0 and 1
-    problem = Problem.of(
-        np.ones((1, 5)),
-        [],
-        [(0, 1), (3, 4), (4, 2)],
-        [Slot()] * 3,
-        colours=np.array([0, 1, 0, 1, 2]),
-        backward=np.array([False, False, True, True, True]),
-    )
-    assert not faults(problem, np.array([0, 2, 0, 2, 1]), (0, 1, 2))
-    assert "an edge goes back to an earlier stage" in faults(problem, np.array([0, 1, 0, 1, 2]), (0, 1, 2))
-    assert colour_groups(problem).tolist() == [0, 1, 0, 1, 2] and acyclic_groups(problem).max() == 2
 
 
 def test_links_make_who_sends_to_several_pay_for_the_slowest():

@@ -7,6 +7,7 @@ import pytest
 from campaigns import few_of_many
 from hypothesis import strategies as st
 
+from splitkit.solvers.clock import endless_clock
 from splitkit.solvers.placement.link_model import LinkPrices, UnequalLinks
 from splitkit.solvers.placement.problem import Problem, Slot
 from splitkit.solvers.placement.set_solver import noncontiguous
@@ -85,11 +86,11 @@ def test_small_problems_are_solved_for_certain(case):
     (problem, prices), acyclic = case
     best = best_of_all(problem, prices, acyclic=acyclic)
     try:
-        first = (contiguous if acyclic else noncontiguous)(problem, seconds=1, advise=False)
+        first = (contiguous if acyclic else noncontiguous)(problem, seconds=1)
     except InfeasibleError:
         assert best is None
         return
-    found = on_unequal_links(problem, prices, first, 1.0, acyclic=acyclic)
+    found = on_unequal_links(problem, prices, first, 1.0, acyclic=acyclic, clock=endless_clock())
     assert found.value == pytest.approx(max(true_loads(problem, prices, found.device.tolist())))
     assert found.value == pytest.approx(best) and found.bound == pytest.approx(best) and found.optimal
     if acyclic:
@@ -125,14 +126,14 @@ def long_chain(units):
 def test_a_chain_that_is_long_is_cut_on_the_near_devices():
     """A solver that takes each link for the quickest uses all three, or one."""
     problem, prices = long_chain(60)
-    first = contiguous(problem, seconds=1, advise=False)
-    found = on_unequal_links(problem, prices, first, 1.0, acyclic=True)
+    first = contiguous(problem, seconds=1)
+    found = on_unequal_links(problem, prices, first, 1.0, acyclic=True, clock=endless_clock())
     assert found.value == 31.0 and set(found.device.tolist()) == {0, 1} and found.bound <= 31.0
 
 
 def test_steps_that_are_used_up_prove_nothing():
     problem, prices = long_chain(12)
-    exact = Enumeration(linked_of(problem, prices), np.arange(12), steps=20)
+    exact = Enumeration(linked_of(problem, prices), np.arange(12), 20, endless_clock())
     exact.run(np.inf)
     assert not exact.proven
 

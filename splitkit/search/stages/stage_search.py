@@ -148,7 +148,7 @@ class StagePlanner:
         """Present a plan that no solver found as if one had."""
         device = np.array([plan.home(unit) for unit in self._placing.units], np.int64)
         loads, order = self._loads(plan), tuple(range(len(self.keys)))
-        return Solution(device, order, float(loads.max()), bound, "cuts", 0.0, loads, 1e-9)
+        return Solution(device, order, float(loads.max()), bound, "cuts", loads, 1e-9)
 
     def _cuts(self) -> Iterator[Plan]:
         """Return divisions between blocks; where ranks have several stages, improved from the best of these."""
@@ -362,9 +362,7 @@ class StagePlanner:
     def _solved(self, problem: Problem) -> tuple[Solution, Plan]:
         """Return as many stages as there are keys, with the least bottleneck, then by `_measures`."""
         prefer = self._weigher() if self._travel is not None or self._limited or self.demand.schedule else None
-        solve = partial(
-            contiguous, seconds=self.seconds, prefer=prefer, advise=False, near=self.tolerance, clock=self.clock
-        )
+        solve = partial(contiguous, seconds=self.seconds, prefer=prefer, near=self.tolerance, clock=self.clock)
         with bad_problems(self.demand.policy, self._placing):
             found = solve(problem)
             if len(found.order) < len(self.keys) and prefer is not None:  # else `_balanced` fills the others

@@ -175,7 +175,7 @@ class TokenSearch:
 
     def _most_within(self, capacity: Floats) -> tuple[Plan, int] | None:
         """Return stages for the most tokens along the borders, and a bound, where only caches grow with the tokens."""
-        found = self._tokens_by_pair(capacity).least()
+        found = self._tokens_by_pair(capacity).best()
         if found is None:
             return None
         return self.fastest(int(-found.cost), capacity) or self._plan(found.borders), int(-found.bound)
@@ -200,9 +200,9 @@ class TokenSearch:
         None if there are none. Only caches grow with the tokens here; ``capacity`` is the memory of each rank for them.
         """
         chains = self._loads_by_pair(tokens, self._capacity if capacity is None else capacity)
-        if (found := chains.least()) is None:
+        if (found := chains.best()) is None:
             return None
-        even = chains.even(found.cost * (1 + self.tolerance))
+        even = chains.best(found.cost * (1 + self.tolerance))
         return self._plan((even or found).borders)
 
     def room(self, plan: Plan) -> list[int]:

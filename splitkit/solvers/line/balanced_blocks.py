@@ -13,10 +13,8 @@ enough is taken.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from splitkit.solvers.placement.problem import Floats, Ints
 
 _WEIGHTS = 2.0 ** np.arange(20, -20.5, -0.5)
 """Weights of evenness against the price of the borders, from nearly only evenness to nearly none."""

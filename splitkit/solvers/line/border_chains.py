@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from splitkit.solvers.placement.problem import Bools, Floats, Ints
 
 
 class Chains:
@@ -77,13 +75,7 @@ class Chains:
 
     @cached_property
     def _to_go(self) -> Floats:
-        """(k + 1, borders): the least greatest cost of the steps from that number on, from a border to the last one."""
-        steps = len(self._costs)
-        found = np.full((steps + 1, self._borders), np.inf)
-        found[steps][-1] = -np.inf
-        for step in reversed(range(steps)):
-            np.minimum.at(found[step], self._first, np.maximum(self._costs[step], found[step + 1][self._last]))
-        return found
+        return _to_go(self._first, self._last, self._costs, None)
 
 
 def best_chain(first: Ints, last: Ints, costs: Floats, limit: float | None = None) -> tuple[float, list[int]]:
@@ -95,25 +87,31 @@ def best_chain(first: Ints, last: Ints, costs: Floats, limit: float | None = Non
         costs: (k, p) the cost of each pair as the step of each number; infinite where it cannot be that step.
         limit: of each cost; if it is given, the sum of squared costs is to be the least.
     """
-    to_go = np.full(int(last.max(initial=0)) + 1, np.inf)
-    to_go[-1] = -np.inf if limit is None else 0.0
-    ways = np.empty_like(costs)
-    for step in reversed(range(len(costs))):
-        own, then = costs[step], to_go[last]
-        ways[step] = np.maximum(own, then) if limit is None else np.where(own <= limit, own, np.inf) ** 2 + then
-        to_go = np.full(len(to_go), np.inf)
-        np.minimum.at(to_go, first, ways[step])
-    if not np.isfinite(to_go[0]):
+    to_go = _to_go(first, last, costs, limit)
+    if not np.isfinite(to_go[0, 0]):
         return float("inf"), []
     border, pairs = 0, list[int]()
-    for step in range(len(costs)):
+    for own, then in zip(costs, to_go[1:], strict=True):
         around = np.flatnonzero(first == border)
-        pairs.append(int(around[ways[step][around].argmin()]))
+        pairs.append(int(around[_measures(own[around], then[last[around]], limit).argmin()]))
         border = int(last[pairs[-1]])
-    return float(to_go[0]), pairs
+    return float(to_go[0, 0]), pairs
 
 
-def on_chains(first: Ints, last: Ints, allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _to_go(first: Ints, last: Ints, costs: Floats, limit: float | None) -> Floats:
+    """Return (k + 1, borders) the least measure of the steps from that number on, from a border to the last one."""
+    found = np.full((len(costs) + 1, int(last.max(initial=0)) + 1), np.inf)
+    found[-1, -1] = -np.inf if limit is None else 0.0
+    for step in reversed(range(len(costs))):
+        np.minimum.at(found[step], first, _measures(costs[step], found[step + 1][last], limit))
+    return found
+
+
+def _measures(own: Floats, then: Floats, limit: float | None) -> Floats:
+    return np.maximum(own, then) if limit is None else np.where(own <= limit, own, np.inf) ** 2 + then
+
+
+def on_chains(first: Ints, last: Ints, allowed: Bools) -> Bools:
     """Return (k, p) which pairs are a given step of some chain of allowed pairs.
 
     Args:
@@ -128,7 +126,7 @@ def on_chains(first: Ints, last: Ints, allowed: NDArray[np.bool_]) -> NDArray[np
         ahead[step + 1][last[allowed[step] & ahead[step][first]]] = True
     for step in reversed(range(steps)):
         behind[step][first[allowed[step] & behind[step + 1][last]]] = True
-    found: NDArray[np.bool_] = allowed & ahead[:-1][:, first] & behind[1:][:, last]
+    found: Bools = allowed & ahead[:-1][:, first] & behind[1:][:, last]
     return found
 
 
@@ -179,20 +177,15 @@ class LazyChains:
     costs: Floats
     price: Callable[[int], Floats]
     stop: Callable[[], bool]
-    _known: NDArray[np.bool_] = field(init=False)
+    _known: Bools = field(init=False)
 
     def __post_init__(self) -> None:
         self._known = np.zeros(len(self.first), np.bool_)
 
-    def least(self) -> BestChain | None:
-        """Return the chain with the least greatest cost; None if there is none."""
-        return self._settled(None)
-
-    def even(self, limit: float) -> BestChain | None:
-        """Return the chain within a limit that has the least sum of squared costs; None if there is none."""
-        return self._settled(limit)
-
-    def _settled(self, limit: float | None) -> BestChain | None:
+    def best(self, limit: float | None = None) -> BestChain | None:
+        """Return the chain with the least greatest cost, or within a limit the least sum of squared costs; None if
+        there is none.
+        """
         while True:
             bound, pairs = best_chain(self.first, self.last, self.costs, limit)
             unknown = [pair for pair in pairs if not self._known[pair]]

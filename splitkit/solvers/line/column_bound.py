@@ -22,11 +22,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
-Floats = NDArray[np.float64]
+from splitkit.solvers.placement.problem import Floats
 
 _PENALTY = 10.0
 """What a mixture pays for each load of a limit above the limit, in units of the first path."""

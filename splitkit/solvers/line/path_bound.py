@@ -12,14 +12,12 @@ For ``least_path``, with the seconds ``t`` of stage s from cut i to cut j, and `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from splitkit.solvers.placement.problem import Floats
 
 _NOTHING = -1e300
 """What follows the last stage: below every sum, and finite, so that it can be added to an infinite time."""
@@ -47,17 +45,8 @@ def least_path(times: Floats, links: Floats, microbatches: int, waits: Floats | 
         microbatches: m.
         waits: (p, n + 1, n + 1) w, seconds in which stage k from i to j is idle in any case; none by default.
     """
-    stages, size, _ = times.shape
-    after = np.full(size, np.inf)
-    after[-1] = _NOTHING
-    chosen = np.zeros((stages, size), np.int64)
-    for stage in range(stages - 1, -1, -1):
-        own = times[stage]
-        alone = microbatches * own + (0.0 if waits is None else waits[stage])
-        value = np.maximum(alone, own + (links + after)[None, :])
-        chosen[stage] = value.argmin(axis=1)
-        after = value.min(axis=1)
-    return LineCuts(float(after[0]), _ends(chosen))
+    alone = microbatches * times + (0.0 if waits is None else waits)
+    return _best_cuts(times, links, _NOTHING, lambda stage, on: np.maximum(alone[stage], on))
 
 
 def first_wait(forward: Floats, later: Floats, warm_up: int) -> Floats:
@@ -82,16 +71,29 @@ def least_sum(times: Floats, links: Floats, most: float) -> LineCuts:
         links: as in `least_path`.
         most: the limit of each time.
     """
+    return _best_cuts(np.where(times <= most, times, np.inf), np.append(links[:-1], 0.0), 0.0, lambda _, on: on)
+
+
+def _best_cuts(times: Floats, links: Floats, nothing: float, value: Callable[[int, Floats], Floats]) -> LineCuts:
+    """Return the best cuts.
+
+    Args:
+        times: as in `least_path`.
+        links: as in `least_path`.
+        nothing: what follows the last stage.
+        value: (stage, times with the link and what follows) -> the value of the stage and all after it.
+    """
     stages, size, _ = times.shape
     after = np.full(size, np.inf)
-    after[-1] = 0.0
+    after[-1] = nothing
     chosen = np.zeros((stages, size), np.int64)
-    for stage in range(stages - 1, -1, -1):
-        own = np.where(times[stage] <= most, times[stage], np.inf)
-        value = own + (np.where(np.arange(size) < size - 1, links, 0.0) + after)[None, :]
-        chosen[stage] = value.argmin(axis=1)
-        after = value.min(axis=1)
-    return LineCuts(float(after[0]), _ends(chosen))
+    for stage in reversed(range(stages)):
+        found = value(stage, times[stage] + (links + after)[None, :])
+        chosen[stage], after = found.argmin(axis=1), found.min(axis=1)
+    ends = [0]
+    for row in chosen:
+        ends.append(int(row[ends[-1]]))
+    return LineCuts(float(after[0]), tuple(ends[1:]))
 
 
 def nearest_cuts(at: Floats, times: Sequence[float]) -> tuple[int, ...]:
@@ -109,10 +111,3 @@ def nearest_cuts(at: Floats, times: Sequence[float]) -> tuple[int, ...]:
         ends.append(min(max(int(np.abs(at - time).argmin()), least), most))
     ends[-1] = last
     return tuple(ends)
-
-
-def _ends(chosen: Ints) -> tuple[int, ...]:
-    ends = [0]
-    for row in chosen:
-        ends.append(int(row[ends[-1]]))
-    return tuple(ends[1:])

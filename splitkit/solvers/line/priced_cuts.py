@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from splitkit.solvers.placement.problem import Floats, Ints
 
 _ROWS = 128  # last items of a stage that are processed at once
 _ROUNDING, _MARGIN = 1e-12, 1e-9  # relative; both above the rounding errors of sums, and the second above the first

@@ -13,10 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from splitkit.solvers.placement.problem import Floats, Ints
 
 _HALVINGS = 16  # of the greatest load; with 8 or 32, three requests had the same plans, with 1 other cuts for one
 _MOST_PLACES = 72  # their pairs are tables; with 36 to 576, seven requests had the same plans, with 4 one had others

@@ -34,7 +34,7 @@ class DeviceTable:
         costs: (d, m) the cost of each net for a device that holds it in part.
         nbytes: (d, n) bytes of each unit on each device.
         capacity: (d,) bytes.
-        fill: whether every device must get a unit.
+        fill: whether every device must get a unit, which stages alone keep to.
     """
 
     work: Floats
@@ -58,12 +58,12 @@ class DeviceTable:
 
     @classmethod
     def of_problem(cls, problem: Problem, core: Core) -> DeviceTable:
-        """Return the table of a problem's devices in any order, with nothing in flight."""
+        """Return the table of a problem's devices in any order, with nothing in flight, which may be empty."""
         kinds = [0] * len(problem.devices)
         for kind, spec in enumerate(core.kinds):
             for device in spec.devices:
                 kinds[device] = kind
-        return cls.of(core, tuple(kinds), (0,) * len(kinds), fill=problem.fill)
+        return cls.of(core, tuple(kinds), (0,) * len(kinds), fill=False)
 
 
 def cooling(rounds: int, clock: Clock) -> Iterator[float]:
@@ -141,12 +141,10 @@ class Population:
         partly = (self._pins > 0) & (self._pins < self._sizes[None, :, None])
         self.loads = np.einsum("rmd,dm->rd", partly, self._costs)
         self._bytes = np.zeros((size, self._devices))
-        self._count = np.zeros((size, self._devices), np.int64)
         unit = np.arange(core.size)[None]
         where = (np.broadcast_to(self._rows[:, None], self.device.shape), self.device)
         np.add.at(self.loads, where, places.work[self.device, unit])
         np.add.at(self._bytes, where, places.nbytes[self.device, unit])
-        np.add.at(self._count, where, 1)
 
     def _step(self, power: float, heat: float) -> None:
         """Propose one move in every placement, and accept it or not."""
@@ -162,7 +160,7 @@ class Population:
         load_old, load_new = self.loads[rows, old], self.loads[rows, new]
         less = load_old - places.work[old, unit] + lost.sum(axis=1)
         more = load_new + places.work[new, unit] + won.sum(axis=1)
-        allowed = (new != old) & self._allowed(unit, old, new)
+        allowed = (new != old) & self._allowed(unit, new)
         reference = self.loads.max(axis=1) + 1e-300
         energy = ((self.loads / reference[:, None]) ** power).sum(axis=1)
         with np.errstate(invalid="ignore", over="ignore"):
@@ -187,12 +185,10 @@ class Population:
             new[some] = np.where(near == old[some], new[some], near)
         return new
 
-    def _allowed(self, unit: Ints, old: Ints, new: Ints) -> Bools:
-        """Return whether moves satisfy memory and leave no device empty that must be filled."""
+    def _allowed(self, unit: Ints, new: Ints) -> Bools:
+        """Return whether moves satisfy memory."""
         rows, places = self._rows, self._places
         fits: Bools = self._bytes[rows, new] + places.nbytes[new, unit] <= places.capacity[new]
-        if places.fill:
-            fits &= self._count[rows, old] > 1
         return fits
 
     def _apply(self, rows: Ints, unit: Ints, old: Ints, new: Ints, nets: Ints, less: Floats, more: Floats) -> None:
@@ -202,8 +198,6 @@ class Population:
         self.loads[rows, old], self.loads[rows, new] = less[rows], more[rows]
         self._bytes[rows, old] -= places.nbytes[old, unit]
         self._bytes[rows, new] += places.nbytes[new, unit]
-        self._count[rows, old] -= 1
-        self._count[rows, new] += 1
         real = nets < self._nets
         row, net = np.nonzero(real)[0], nets[real]
         self._pins[rows[row], net, old[row]] -= 1
@@ -223,7 +217,7 @@ class Population:
             return
         order = np.argsort(((self.loads / np.maximum(self.loads.max(), 1e-300)) ** power).sum(axis=1), kind="stable")
         good, bad = order[:share], order[-share:]
-        for state in (self.device, self._pins, self.loads, self._bytes, self._count):
+        for state in (self.device, self._pins, self.loads, self._bytes):
             state[bad] = state[good]
 
 

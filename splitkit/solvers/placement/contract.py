@@ -85,10 +85,10 @@ def check_placeable(problem: Problem, core: Core) -> None:
     if len(lonely):
         units = tuple(map(int, np.flatnonzero(core.group == lonely[0])))
         reason = f"no device supports all of the units {list(units)}, which must share one"
-        raise InfeasibleError(reason, "support", units=units, exact=True)
+        raise InfeasibleError(reason, "support", units=units)
     if problem.fill and core.size < len(problem.devices):
         reason = f"{len(problem.devices)} devices are to be filled, and only {core.size} groups of units can be apart"
-        raise InfeasibleError(reason, "devices", devices=core.size, exact=True)
+        raise InfeasibleError(reason, "devices")
 
 
 # Lower bounds on the greatest load that need no search.

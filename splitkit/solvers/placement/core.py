@@ -226,32 +226,17 @@ def colour_groups(problem: Problem) -> Ints:
     return _renumbered(first[group])
 
 
-def colour_order(problem: Problem) -> tuple[Ints, Ints]:
-    """Return (n,) the group of each unit by colour, and the (e, 2) order edges between different groups.
-
-    The order holds for the forward units. A group without forward units gets an artificial one, and the edges of its
-    backward units count reversed (Tarnawski et al., NeurIPS 2020).
-    """
-    group = colour_groups(problem)
-    return group, group_edges(problem, group)
-
-
 def group_edges(problem: Problem, group: Ints) -> Ints:
-    """Return the order edges between groups; see `colour_order`."""
-    forward = np.zeros(int(group.max(initial=-1)) + 1, np.bool_)
-    forward[group[~problem.backward]] = True
-    ends, back = group[problem.edges], problem.backward[problem.edges]
-    straight = ~back.any(axis=1)
-    mirrored = back.all(axis=1) & ~forward[ends].all(axis=1)
-    edges = np.concatenate([ends[straight], ends[mirrored][:, ::-1]])
-    return distinct_pairs(edges[edges[:, 0] != edges[:, 1]])
+    """Return (e, 2) the order edges between different groups."""
+    ends = group[problem.edges]
+    return distinct_pairs(ends[ends[:, 0] != ends[:, 1]])
 
 
 def acyclic_groups(problem: Problem) -> Ints:
     """Return (n,) the group of each unit after groups that depend on each other in a cycle are merged."""
-    group, edges = colour_order(problem)
+    group = colour_groups(problem)
     size = int(group.max(initial=-1)) + 1
-    return _renumbered(strong_components(edges, size)[group])
+    return _renumbered(strong_components(group_edges(problem, group), size)[group])
 
 
 def strong_components(edges: Ints, size: int) -> Ints:
@@ -287,35 +272,44 @@ def orders(core: Core) -> Iterator[Ints]:
     """Yield nine topological orders: by number, breadth, depth and cost, from either end, and random
     depth-first ones.
     """
-    after, before = _neighbours(core)
+    before, after = _before(core), _before(core.reversed())
     numbers = list(range(core.size))
-    yield _depth_first(after, before, numbers)
-    yield _sorted(after, before, lambda unit, _: unit)
-    yield _depth_first(before, after, numbers)[::-1]
-    yield _cheapest(core, after, before)
-    by_breadth = _sorted(after, before, lambda _, taken: taken)
+    yield _depth_first(before, numbers)
+    yield _sorted(before, lambda unit, _: unit)
+    yield _depth_first(after, numbers)[::-1]
+    yield _cheapest(core, before)
+    by_breadth = _sorted(before, lambda _, taken: taken)
     yield by_breadth
     height = [0] * core.size  # units on the longest path from each unit to the end
     for unit in by_breadth[::-1].tolist():
         height[unit] = 1 + max((height[then] for then in after[unit]), default=0)
-    yield _sorted(before, after, lambda unit, _: -height[unit])[::-1]
+    yield _sorted(after, lambda unit, _: -height[unit])[::-1]
     random = np.random.default_rng(0)
     for _ in range(_BLENDS):
-        yield _depth_first(after, before, random.permutation(core.size).tolist())
+        yield _depth_first(before, random.permutation(core.size).tolist())
 
 
 def order_within_stages(core: Core, rank: Ints, random: np.random.Generator) -> Ints:
     """Return a topological order in which stages follow each other, each in a random depth-first order."""
-    after, before = _neighbours(core)
     key, of_stage = random.permutation(core.size).tolist(), rank.tolist()
     first = np.append(0, np.cumsum(np.bincount(rank))).tolist()  # how many units are taken when a stage begins
-    return _sorted(after, before, lambda unit, taken: (of_stage[unit], -max(taken, first[of_stage[unit]]), -key[unit]))
+    return _sorted(_before(core), lambda unit, taken: (of_stage[unit], -max(taken, first[of_stage[unit]]), -key[unit]))
 
 
 def order_by_key(core: Core, key: Floats) -> Ints:
     """Return the topological order that always takes the ready unit of the least key."""
     rank = key.tolist()
-    return _sorted(*_neighbours(core), lambda unit, _: rank[unit])
+    return _sorted(_before(core), lambda unit, _: rank[unit])
+
+
+def descendants(core: Core) -> Bools:
+    """Return (n, n) whether the second unit is the first one or a descendant of it."""
+    after = _before(core.reversed())
+    closed: Bools = np.eye(core.size, dtype=np.bool_)
+    for unit in order_by_key(core, np.zeros(core.size))[::-1].tolist():
+        for then in after[unit]:
+            closed[unit] |= closed[then]
+    return closed
 
 
 def value_lists(owner: Ints, value: Ints, size: int) -> list[list[int]]:
@@ -326,22 +320,21 @@ def value_lists(owner: Ints, value: Ints, size: int) -> list[list[int]]:
     return lists
 
 
-def _neighbours(core: Core) -> tuple[list[list[int]], list[list[int]]]:
-    first, then = core.edges.T
-    return value_lists(first, then, core.size), value_lists(then, first, core.size)
+def _before(core: Core) -> list[list[int]]:
+    return value_lists(core.edges[:, 1], core.edges[:, 0], core.size)
 
 
-def _sorted(after: list[list[int]], before: list[list[int]], place: Callable[[int, int], Any]) -> Ints:
+def _sorted(before: list[list[int]], place: Callable[[int, int], Any]) -> Ints:
     """Return the order of `in_turn`."""
-    return np.array(list(in_turn(after, before, place)), np.int64)
+    return np.array(list(in_turn(before, place)), np.int64)
 
 
-def _depth_first(after: list[list[int]], before: list[list[int]], rank: list[int]) -> Ints:
+def _depth_first(before: list[list[int]], rank: list[int]) -> Ints:
     """Take the unit that became ready last; of several the one of the least rank."""
-    return _sorted(after, before, lambda unit, taken: (-taken, rank[unit]))
+    return _sorted(before, lambda unit, taken: (-taken, rank[unit]))
 
 
-def _cheapest(core: Core, after: list[list[int]], before: list[list[int]]) -> Ints:
+def _cheapest(core: Core, before: list[list[int]]) -> Ints:
     """Take the unit that left the cheapest nets open when it became ready; of equal ones, the one that did so last."""
     cost = core.costs.max(axis=0, initial=0).tolist()
     open_pins = np.diff(core.starts).tolist()
@@ -353,7 +346,7 @@ def _cheapest(core: Core, after: list[list[int]], before: list[list[int]]) -> In
         return int(opened - sum(cost[net] for net in nets[unit] if open_pins[net] == 1)), -taken
 
     order: list[int] = []
-    for unit in in_turn(after, before, place):
+    for unit in in_turn(before, place):
         order.append(unit)
         for net in nets[unit]:
             open_pins[net] -= 1

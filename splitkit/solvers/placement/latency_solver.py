@@ -12,7 +12,6 @@ without it, by up to 101 %.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -55,14 +54,13 @@ def latency(problem: Problem, *, seconds: float = SECONDS, pieces: int = 1, cloc
         InfeasibleError: no placement was found.
         BadProblemError: the graph has a cycle, there are CPUs of several kinds, or links that differ.
     """
-    start, advise = time.monotonic(), clock is None
-    problem = replace(problem, in_flight=(), ordered=False, fill=False, backward=np.zeros(problem.units, np.bool_))
+    problem = replace(problem, in_flight=(), ordered=False, fill=False)
     _refuse(problem)
     core = core_of(problem, colour_groups(problem))
     check_placeable(problem, core)
     timing, clock = Timing.of(problem, pieces), Clock(seconds + GRACE, clock)
     order = order_by_key(core_of(problem, np.arange(problem.units)), np.zeros(problem.units))
-    place = _first(problem, timing, core.group, order, seconds, clock, advise)
+    place = _first(problem, timing, core.group, order, seconds, clock)
     moves = PieceAnnealing(problem, timing, core.group, place)
     bound, proved_by = critical_path(problem, timing, order), "path"
     whole = (len(timing.work) + 1) ** problem.units <= _FEW and _searched(problem, timing, order, moves, core.group)
@@ -74,7 +72,7 @@ def latency(problem: Problem, *, seconds: float = SECONDS, pieces: int = 1, cloc
         moves.run(cooling(moves.rounds(seconds * _MOVES), clock), bound)
         if bound < moves.value * (1 - _CLOSE) and _searched(problem, timing, order, moves, core.group):
             bound, proved_by = moves.value, "all"
-    found = _solution(problem, timing, moves, pieces, bound, proved_by, time.monotonic() - start)
+    found = _solution(problem, timing, moves, pieces, bound, proved_by)
     return replace(found, timed_out=clock.timed_out)
 
 
@@ -106,9 +104,7 @@ def _refuse(problem: Problem) -> None:
         raise BadProblemError("units depend on each other in a cycle", "edges")
 
 
-def _first(
-    problem: Problem, timing: Timing, group: Ints, order: Ints, seconds: float, clock: Clock, advise: bool
-) -> Ints:
+def _first(problem: Problem, timing: Timing, group: Ints, order: Ints, seconds: float, clock: Clock) -> Ints:
     """Return first placements: the best chain, CPUs only, list schedules, or the best stages; if there are none, the
     first placement that branch and bound finds.
     """
@@ -126,34 +122,30 @@ def _first(
     found = [place for place in found if np.isfinite(makespan(timing, place.tolist()))]
     if not found:
         try:
-            stages = contiguous(problem, seconds=seconds / 4, advise=advise, clock=clock)
+            stages = contiguous(problem, seconds=seconds / 4, clock=clock)
             clock.timed_out |= stages.timed_out
             found = [number[stages.device]]
-        except InfeasibleError as error:
+        except InfeasibleError:
             if pieces == 1 and len(accelerators) == len(problem.devices):  # all that there is are stages
                 raise
-            found = [_any_place(BranchAndBound(problem, timing, group, order), error)]
+            found = [_any_place(BranchAndBound(problem, timing, group, order))]
     return min(found, key=lambda place: makespan(timing, place.tolist()))
 
 
-def _any_place(tree: BranchAndBound, stages: InfeasibleError) -> Ints:
+def _any_place(tree: BranchAndBound) -> Ints:
     """Return the place of each unit in any placement.
 
     Raises:
-        InfeasibleError: no placement was found; says what is known of memory from looking for stages.
+        InfeasibleError: no placement was found.
     """
     tree.run(any_will_do=True)
-    if tree.best is not None:
-        return np.array(tree.best, np.int64)
-    capacity = stages.capacity
-    words = f"; with {capacity} bytes each there is one" if capacity is not None else ""
-    cause = "unknown" if not tree.closed else "memory" if capacity is not None else "devices"
-    reason = "the devices have too little memory" if cause == "memory" else "no placement was found"
-    raise InfeasibleError(reason + words, cause, units=stages.units, capacity=capacity, devices=stages.devices)
+    if tree.best is None:
+        raise InfeasibleError("no placement was found", "devices" if tree.closed else "unknown")
+    return np.array(tree.best, np.int64)
 
 
 def _solution(
-    problem: Problem, timing: Timing, moves: PieceAnnealing, pieces: int, bound: float, proved_by: str, seconds: float
+    problem: Problem, timing: Timing, moves: PieceAnnealing, pieces: int, bound: float, proved_by: str
 ) -> Solution:
     place = np.array(moves.best, np.int64)
     accelerators = [d for d, device in enumerate(problem.devices) if not device.cpu]
@@ -170,7 +162,6 @@ def _solution(
         value=moves.value,
         bound=min(moves.value, bound),
         solver=f"moves, {proved_by}" if proved_by != "all" else "all",
-        seconds=seconds,
         loads=taken,
         tolerance=_CLOSE,
         turn=np.where(place == CPU, 0, place % pieces),
@@ -430,7 +421,10 @@ class PieceAnnealing:
         if now > most or now == inf:
             self._put(before)
             return
-        self._account(here, there, self._bytes[group])
+        if here != CPU:
+            self._room[here] += self._bytes[group]
+        if there != CPU:
+            self._room[there] -= self._bytes[group]
         self._now = now
         if now < self.value:
             self.best, self.value = list(self._place), now
@@ -453,12 +447,6 @@ class PieceAnnealing:
         for units, size in zip(self._groups, self._bytes, strict=True):
             if (piece := place[units[0]]) != CPU:
                 self._room[self._device[piece]] -= size
-
-    def _account(self, here: int, there: int, size: int) -> None:
-        if here != CPU:
-            self._room[here] += size
-        if there != CPU:
-            self._room[there] -= size
 
     def _neighbours(self, units: list[int]) -> list[int]:
         """Return the units before and after the units of an item."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -12,53 +11,45 @@ from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.anneal import DeviceTable
 from splitkit.solvers.placement.core import Core, acyclic_groups, colour_groups, core_of
 from splitkit.solvers.placement.mip import Rows
-from splitkit.solvers.placement.problem import Bools, Floats, Ints, Problem, Slot
+from splitkit.solvers.placement.problem import Bools, Floats, Ints, Problem
 from splitkit.solvers.placement.solution import InfeasibleError
 from splitkit.solvers.placement.stages.order_dp import MOST_LEVELS, device_steps, level_count
 from splitkit.solvers.placement.stages.stage_solver import StageSearch
-
-# How much memory would make an infeasible problem feasible: the smallest capacity, the fewest devices.
 
 
 def pack_sets(core: Core, places: DeviceTable) -> Ints | None:
     """Put each unit, the largest first, on the device with room whose load is then least; None if that fails."""
     device = np.zeros(core.size, np.int64)
-    loads, held, count = (np.zeros(len(places.work)) for _ in range(3))
+    loads, held = (np.zeros(len(places.work)) for _ in range(2))
     work = np.where(np.isinf(places.work), 0.0, places.work).max(axis=0)
-    for left, unit in zip(range(core.size, 0, -1), np.lexsort((-work, -core.nbytes)).tolist(), strict=True):
+    for unit in np.lexsort((-work, -core.nbytes)).tolist():
         after = loads + places.work[:, unit]
         after[held + places.nbytes[:, unit] > places.capacity] = np.inf
-        if places.fill and (count == 0).sum() >= left:
-            after[count > 0] = np.inf
         best = int(after.argmin())
         if not np.isfinite(after[best]):
             return None
         device[unit], loads[best] = best, after[best]
         held[best] += places.nbytes[best, unit]
-        count[best] += 1
     return device
 
 
-def find_sets(core: Core, places: DeviceTable, seconds: float, clock: Clock) -> tuple[Ints | None] | None:
-    """Return some sets; ``(None,)`` if it is proven that there are none, None if none were found."""
+def find_sets(core: Core, places: DeviceTable, seconds: float, clock: Clock) -> tuple[Ints | None, bool]:
+    """Return some sets, None if none were found, and whether it is proven that there are none."""
     device = pack_sets(core, places)
     if device is not None:
-        return (device,)
+        return device, False
     most = float(np.where(np.isinf(places.work), 0.0, places.work).max(axis=0).sum() + places.costs.max(axis=0).sum())
     found, bound = SetProgram(core, places, most * 2 + 1).solve(seconds, clock, any_will_do=True)
     if found is None:
-        return (None,) if np.isinf(bound) else None
-    return (found,) if is_placeable(core, places, found) else None
+        return None, bool(np.isinf(bound))
+    return (found if is_placeable(core, places, found) else None), False
 
 
 def is_placeable(core: Core, places: DeviceTable, device: Ints) -> bool:
     """Return whether every device supports its units and has room for them."""
     unit = np.arange(core.size)
-    held, count = np.zeros(len(places.work)), np.zeros(len(places.work))
-    np.add.at(held, device, places.nbytes[device, unit])
-    np.add.at(count, device, 1)
-    supported = np.isfinite(places.work[device, unit]).all()
-    return bool(supported and (held <= places.capacity).all() and (not places.fill or (count > 0).all()))
+    held = np.bincount(device, places.nbytes[device, unit], len(places.work))
+    return bool(np.isfinite(places.work[device, unit]).all() and (held <= places.capacity).all())
 
 
 # The best sets of units for devices as a mixed-integer program, without any order; HiGHS solves it, through scipy.
@@ -128,7 +119,7 @@ class SetProgram:
         return (None if result.x is None else result.x[self._in].argmax(axis=1).astype(np.int64)), bound
 
     def _device(self, d: int) -> None:
-        core, places, rows = self._core, self._places, self.rows
+        places, rows = self._places, self.rows
         work = np.where(np.isinf(places.work[d]), 0.0, places.work[d]) / self._unit
         terms = [(self._in[:, d], work), (self._worst, -np.ones(1))]
         nets = Nets.of(self._pins, places.costs[d] / self._unit)
@@ -136,8 +127,6 @@ class SetProgram:
         terms += self._pairs(d, nets, np.flatnonzero(sizes == 2)) + self._larger(d, nets, np.flatnonzero(sizes > 2))
         columns, factors = (np.concatenate(part) for part in zip(*terms, strict=True))
         rows.add_sum(columns, factors, high=0.0)
-        if places.fill:
-            rows.add_sum(self._in[:, d], np.ones(core.size), low=1.0)
         most = float(places.nbytes[d].sum())
         if places.capacity[d] < most:
             rows.add_sum(self._in[:, d], places.nbytes[d] / most, high=places.capacity[d] / most)
@@ -414,7 +403,10 @@ def _entered(held: dict[int, int], nets: set[int], taken: bool, costs: list[floa
     return held, paid
 
 
-_EACH = 2.0  # seconds to test one capacity or one number of devices
+# Why a problem has no placement, and the smallest capacity that would do.
+
+
+_EACH = 2.0  # seconds to test one capacity
 _ALL = 10.0  # seconds after which the best known answer is returned
 
 
@@ -428,8 +420,10 @@ class FitCheck(Protocol):
 def stages_fit(problem: Problem, *, quick: bool = False) -> bool | None:
     """Return whether stages exist; None if none were found or excluded. A ``quick`` test searches along orders only."""
     core = core_of(problem, acyclic_groups(problem))
-    if core.barred.all(axis=0).any() or level_count(core, problem.ordered) > MOST_LEVELS:
+    if core.barred.all(axis=0).any():
         return False
+    if level_count(core, problem.ordered) > MOST_LEVELS:
+        return None
     steps = device_steps(core, problem.in_flight, ordered=problem.ordered, fill=problem.fill)
     search = StageSearch(core.reversed(), steps, _EACH, joinable=False)
     if quick:
@@ -446,51 +440,24 @@ def sets_fit(problem: Problem, *, quick: bool = False) -> bool | None:
     core = core_of(problem, colour_groups(problem))
     if core.barred.all(axis=0).any():
         return False
+    places = DeviceTable.of_problem(problem, core)
     if quick:
-        return None if pack_sets(core, DeviceTable.of_problem(problem, core)) is None else True
-    return (
-        None
-        if (found := find_sets(core, DeviceTable.of_problem(problem, core), _EACH, Clock(_EACH))) is None
-        else found[0] is not None
-    )
+        return None if pack_sets(core, places) is None else True
+    found, excluded = find_sets(core, places, _EACH, Clock(_EACH))
+    return True if found is not None else (False if excluded else None)
 
 
-def infeasible(problem: Problem, fit: FitCheck, *, proven: bool, advise: bool = True) -> InfeasibleError:
-    """Return the error that says why a problem has no placement, and how much memory would do.
+def infeasible(problem: Problem, *, proven: bool) -> InfeasibleError:
+    """Return the error that says why a problem has no placement.
 
     Args:
         problem: a problem for which no placement was found.
-        fit: the test for the kind of placement that was searched.
         proven: whether it is proven that there is none.
-        advise: whether to find out how much memory would do.
     """
-    clock, later = Clock(_ALL), Clock(2 * _ALL)
-    bytes_only = _of_bytes(problem)
-    limited = any(not device.cpu and np.isfinite(device.capacity) for device in problem.devices)
-    if limited and not advise:
+    if any(not device.cpu and np.isfinite(device.capacity) for device in problem.devices):
         return InfeasibleError("no placement was found within the memory", "memory" if proven else "unknown")
-    enough_room = fit(_with(bytes_only, float("inf"))) if limited else False
-    if enough_room is not True:
-        # If the test does not know whether room would do, it may still be the memory that is short.
-        proven = proven and enough_room is False
-        reason = "no placement suits the devices that support the units"
-        return InfeasibleError(reason if proven else "no placement was found", "devices" if proven else "unknown")
-    low, _ = _range(problem)
-
-    def enough(capacity: int) -> bool | None:
-        return fit(_with(bytes_only, float(capacity)))
-
-    high = least_capacity(problem, fit, clock)
-    capacity, exact = (high, True) if high == low + 1 else _down(enough, low, high, clock)
-    count, counted = _fewest(bytes_only, fit, later)
-    reason = f"the devices have too little memory: {capacity} bytes each would do"
-    return InfeasibleError(
-        reason if proven else f"no placement was found within the memory; with {capacity} bytes each there is one",
-        "memory" if proven else "unknown",
-        capacity=capacity,
-        devices=count,
-        exact=exact and counted,
-    )
+    reason = "no placement suits the devices that support the units"
+    return InfeasibleError(reason if proven else "no placement was found", "devices" if proven else "unknown")
 
 
 def _of_bytes(problem: Problem) -> Problem:
@@ -520,11 +487,11 @@ def _with(problem: Problem, capacity: float) -> Problem:
 def least_capacity(problem: Problem, fit: FitCheck, clock: Clock | None = None) -> int:
     """Return the smallest capacity that would do for every limited device, as far as quick tests tell."""
     bytes_only, (low, high) = _of_bytes(problem), _range(problem)
-
-    def enough(capacity: int) -> bool | None:
-        return fit(_with(bytes_only, float(capacity)), quick=True)
-
-    return _least(enough, low, high, Clock(_ALL, clock))[0]
+    clock = Clock(_ALL, clock)
+    while high - low > 1 and not clock.is_over():
+        middle = (low + high) // 2
+        low, high = (low, middle) if fit(_with(bytes_only, float(middle)), quick=True) else (middle, high)
+    return high
 
 
 def _range(problem: Problem) -> tuple[int, int]:
@@ -534,51 +501,3 @@ def _range(problem: Problem) -> tuple[int, int]:
         return -1, most
     held = problem.nbytes + min(problem.in_flight, default=0) * problem.saved
     return max(int(held.max(initial=0)), -(-int(held.sum()) // len(problem.devices))) - 1, most
-
-
-def _down(enough: Callable[[int], bool | None], low: int, high: int, clock: Clock) -> tuple[int, bool]:
-    """Search for a smaller sufficient number than a quick test found; also return whether the result is proven."""
-    if clock.is_over():
-        return high, False
-    answer = enough(high - 1)
-    if not answer:
-        return high, answer is False
-    return _least(enough, low, high - 1, clock)
-
-
-def _least(enough: Callable[[int], bool | None], low: int, high: int, clock: Clock) -> tuple[int, bool]:
-    """Bisect for the least sufficient number; also return whether every smaller one was proven insufficient."""
-    exact = True
-    while high - low > 1:
-        if clock.is_over():
-            return high, False
-        middle = (low + high) // 2
-        answer = enough(middle)
-        if answer:
-            high = middle
-        else:
-            low = middle
-            exact = answer is False
-    return high, exact
-
-
-def _fewest(problem: Problem, fit: Callable[[Problem], bool | None], clock: Clock) -> tuple[int | None, bool]:
-    """Return the fewest devices of the greatest capacity that would do, with CPUs and unlimited devices unchanged."""
-    limited = [d for d in problem.devices if not d.cpu and np.isfinite(d.capacity)]
-    others = [d for d in problem.devices if d.cpu or np.isinf(d.capacity)]
-    largest = max(limited, key=lambda d: d.capacity)
-    held = problem.nbytes + min(problem.in_flight, default=0) * problem.saved
-    if not others and held.max(initial=0) > largest.capacity:
-        return None, True  # one unit alone is too much for each of them
-
-    def enough(count: int) -> bool | None:
-        devices: list[Slot] = [*others, *[largest] * count]
-        return fit(replace(problem, devices=tuple(devices), fill=False))
-
-    most = len(limited)
-    while (answer := enough(most)) is not True:
-        if most >= problem.units or clock.is_over():
-            return None, answer is False and most >= problem.units
-        most = min(2 * most, problem.units)
-    count, exact = _least(enough, 0, most, clock)
-    return count, exact

@@ -63,7 +63,6 @@ class Problem:
         edges: (e, 2) int; pairs of units (first, then).
         devices: the devices on which units can be placed.
         colours: (n,) int; units of the same colour share a device. A negative number means no colour.
-        backward: (n,) bool; a unit of the backward pass: it follows its colour, and no order holds for it.
         saved: (n,) int; bytes that a unit keeps for every microbatch in flight.
         in_flight: the microbatches in flight in a stage, by the number of stages after it; the last entry holds for all
             further ones. (1, 2, 3, 4) is 1F1B with 4 or more microbatches over 4 stages; empty means none.
@@ -81,7 +80,6 @@ class Problem:
     edges: Ints
     devices: tuple[Slot, ...]
     colours: Ints
-    backward: Bools
     saved: Ints
     in_flight: tuple[int, ...] = ()
     links: Floats | None = None
@@ -98,7 +96,6 @@ class Problem:
         *,
         nbytes: Ints | None = None,
         colours: Ints | None = None,
-        backward: Bools | None = None,
         saved: Ints | None = None,
         in_flight: tuple[int, ...] = (),
         links: Floats | None = None,
@@ -117,7 +114,6 @@ class Problem:
             edges=np.array(edges, np.int64).reshape(-1, 2),
             devices=tuple(devices),
             colours=np.full(units, -1, np.int64) if colours is None else colours,
-            backward=np.zeros(units, np.bool_) if backward is None else backward,
             saved=np.zeros(units, np.int64) if saved is None else saved,
             in_flight=in_flight,
             links=links,

@@ -6,7 +6,6 @@ Measured on nine published workloads, by switching off one at a time: without an
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,7 +26,6 @@ from splitkit.solvers.placement.packing import (
     infeasible,
     is_placeable,
     narrow_order,
-    sets_fit,
 )
 from splitkit.solvers.placement.problem import GRACE, Bools, Floats, Ints, Problem
 from splitkit.solvers.placement.solution import InfeasibleError, Solution, faults, loads
@@ -81,7 +79,7 @@ class CoverBound:
     """The bound for a core's units, in any order.
 
     Args:
-        core: the core; memory and devices to be filled are ignored.
+        core: the core; memory is ignored.
         limit: seconds; a greatest load that is attained.
     """
 
@@ -107,7 +105,7 @@ class CoverBound:
         if self._core.size > _MOST_UNITS or self._limit <= max(low, 0.0):
             return min(low, self._limit)
         self._lay_out()
-        dual = _Dual(self._first_worth(), self._first_prices())
+        dual = self._first()
         states = max((frontier.states for frontier in self._frontiers), default=1)
         for parts in (_COARSE, min(_FINE, max(_COARSE, _MOST_CELLS // states))):
             dual = self._phase(dual, parts, self._rounds(seconds / 2, parts), clock)
@@ -127,15 +125,12 @@ class CoverBound:
         moves = sum(frontier.moves for frontier in self._frontiers)
         return int(seconds / (least + each * self._core.size + move * moves + cell * size * parts))
 
-    def _first_worth(self) -> Floats:
+    def _first(self) -> _Dual:
         least = self._core.least_work / self._core.scale
         total = float(least.sum())
         worth: Floats = least / total if total else np.full(len(least), 1 / max(1, len(least)))
-        return worth
-
-    def _first_prices(self) -> Floats:
         cpus = np.array([kind.cpu for kind in self._core.kinds])
-        return np.where(cpus, 1 / _QUICKER, 1.0) / (self._limit * float(self._counts.sum()))
+        return _Dual(worth, np.where(cpus, 1 / _QUICKER, 1.0) / (self._limit * float(self._counts.sum())))
 
     def _phase(self, best: _Dual, parts: int, rounds: int, clock: Clock) -> _Dual:
         """Return the best dual after some rounds with loads rounded to ``parts`` steps of the limit."""
@@ -253,9 +248,7 @@ _FAR = 2.0  # the clock ends the search after this many times the seconds that i
 _CLOSE = 2e-6  # relative; the tolerance of the integer program
 
 
-def noncontiguous(
-    problem: Problem, *, seconds: float = SECONDS, advise: bool = True, clock: Clock | None = None
-) -> Solution:
+def noncontiguous(problem: Problem, *, seconds: float = SECONDS, clock: Clock | None = None) -> Solution:
     """Return one set of units for each device with a small greatest load, in any order, so nothing is in flight.
 
     The best stages are annealed (`anneal`). A decomposition into sets bounds how much the devices can cover
@@ -263,24 +256,22 @@ def noncontiguous(
     the same placement also on a machine half as fast.
 
     Args:
-        problem: the problem; its ``edges``, ``in_flight`` and ``ordered`` do not matter.
+        problem: the problem; its ``edges``, ``in_flight``, ``ordered`` and ``fill`` do not matter.
         seconds: the time for the search; its steps are counted, and the clock ends it only after twice as long.
-        advise: whether, if the memory is too small, the error should say how much would do.
         clock: the clock of the whole search that this is a part of; it ends this search too.
 
     Raises:
         InfeasibleError: there is no placement, or none was found.
     """
-    start = time.monotonic()
-    problem = replace(problem, in_flight=(), ordered=False)
+    problem = replace(problem, in_flight=(), ordered=False, fill=False)
     core = core_of(problem, colour_groups(problem))
     check_placeable(problem, core)
-    joinable = exact_links(problem) and not problem.fill
+    joinable = exact_links(problem)
     small = contracted_core(core, acyclic=False) if joinable else core
     search = _SetSearch(problem, small, seconds, joinable, clock)
     search.run()
     if search.best is None:
-        raise infeasible(problem, sets_fit, proven=search.excluded, advise=advise)
+        raise infeasible(problem, proven=search.excluded)
     device = search.best[small.group]
     value = loads(problem, device)
     wrong = faults(problem, device)
@@ -291,7 +282,6 @@ def noncontiguous(
         value=float(value.max()),
         bound=min(float(value.max()), search.bound),
         solver=search.found_by if search.found_by == search.proved_by else f"{search.found_by}, {search.proved_by}",
-        seconds=time.monotonic() - start,
         loads=value,
         tolerance=_CLOSE,
         timed_out=search.clock.timed_out,
@@ -345,12 +335,11 @@ class _SetSearch:
     def _start(self) -> None:
         """Start from the best stages, or from any sets that fit."""
         try:
-            stages = contiguous(self._problem, seconds=self._seconds * _STAGES, advise=False, clock=self.clock)
+            stages = contiguous(self._problem, seconds=self._seconds * _STAGES, clock=self.clock)
         except InfeasibleError:
-            some = find_sets(self._core, self._places, self._seconds * _STAGES, self.clock)
-            if some is not None and some[0] is not None:
-                self._take(some[0], "packing")
-            self.excluded = some is not None and some[0] is None
+            some, self.excluded = find_sets(self._core, self._places, self._seconds * _STAGES, self.clock)
+            if some is not None:
+                self._take(some, "packing")
             return
         self.clock.timed_out |= stages.timed_out
         _, first = np.unique(self._core.group, return_index=True)
@@ -359,8 +348,7 @@ class _SetSearch:
     def _join(self) -> None:
         """Raise the bound by what must be joined."""
         low, high = int(self.bound * self._core.scale), int(self.value * self._core.scale)
-        filled = len(self._problem.devices) if self._problem.fill else 0
-        joined = contract.joining_bound(self._core, low, high, acyclic=False, filled=filled)
+        joined = contract.joining_bound(self._core, low, high, acyclic=False)
         self._prove((joined - self._core.slack) / self._core.scale, "joining")
 
     def _anneal(self, seconds: float) -> None:

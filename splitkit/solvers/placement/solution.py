@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.placement.core import Core, colour_order, strong_components
+from splitkit.solvers.placement.core import Core, colour_groups, group_edges, strong_components
 from splitkit.solvers.placement.problem import Floats, Ints, Problem
 from splitkit.solvers.placement.stages.order_dp import StageRanks
 
@@ -35,7 +35,6 @@ class Solution:
         value: the seconds of the most loaded device, or the makespan.
         bound: a lower bound on the value of every placement.
         solver: the solver that found it, and the one that proved the bound if that is another.
-        seconds: how long the search took.
         loads: (d,) seconds of each device.
         tolerance: relative; how much rounding may have cost the proof.
         turn: (n,) for a makespan: the piece of its device that a unit is in, from 0.
@@ -47,7 +46,6 @@ class Solution:
     value: float
     bound: float
     solver: str
-    seconds: float
     loads: Floats
     tolerance: float
     turn: Ints | None = None
@@ -63,11 +61,6 @@ class Solution:
         """Whether the value equals the bound within the tolerance."""
         return self.gap <= self.tolerance
 
-    @property
-    def limiting(self) -> int:
-        """The most loaded device."""
-        return int(np.argmax(self.loads))
-
 
 def timeout_note(tries: Iterable[Solution], clock: Clock | None = None) -> str:
     """Return the note that time, not counts, ended the search for one of these or for the whole; else ""."""
@@ -82,27 +75,12 @@ class InfeasibleError(ValueError):
         cause: ``"support"`` (no device supports all of ``units``, which share one), ``"devices"`` (fewer groups of
             units than devices to fill), ``"memory"`` or ``"unknown"`` (none was found, and none excluded).
         units: the units concerned.
-        capacity: the smallest number of bytes that would do on every limited device; None if unknown.
-        devices: the fewest devices of the given (greatest) capacity that would do; None if no number does.
-        exact: whether the two numbers are proven to be the least.
     """
 
-    def __init__(
-        self,
-        reason: str,
-        cause: str,
-        *,
-        units: tuple[int, ...] = (),
-        capacity: int | None = None,
-        devices: int | None = None,
-        exact: bool = False,
-    ) -> None:
+    def __init__(self, reason: str, cause: str, *, units: tuple[int, ...] = ()) -> None:
         super().__init__(reason)
         self.cause = cause
         self.units = units
-        self.capacity = capacity
-        self.devices = devices
-        self.exact = exact
 
 
 def best_plan(
@@ -229,7 +207,8 @@ def _misplaced(problem: Problem, device: Ints, order: tuple[int, ...], used: set
         found.append("the stages are not in the order of the devices")
     rank = np.zeros(len(problem.devices), np.int64)
     rank[list(order)] = np.arange(len(order))
-    group, edges = colour_order(problem)
+    group = colour_groups(problem)
+    edges = group_edges(problem, group)
     of_group = np.zeros(int(group.max(initial=-1)) + 1, np.int64)
     of_group[group] = device
     if (rank[of_group[edges[:, 0]]] > rank[of_group[edges[:, 1]]]).any():

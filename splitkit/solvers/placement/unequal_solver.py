@@ -6,7 +6,6 @@ worse, without moves of single nodes 0.05 to 0.5 %.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -56,7 +55,7 @@ class Enumeration:
         linked: UnequalLinks,
         order: Ints,
         steps: int,
-        clock: Clock | None = None,
+        clock: Clock,
         has_room: Callable[[Ints], bool] | None = None,
     ) -> None:
         self.best: Ints | None = None
@@ -120,7 +119,7 @@ class Enumeration:
             if most >= self._most or not self._fits_rest(position + 1, grown):
                 continue
             self._left -= 1
-            if self._left < 0 or (self._clock is not None and self._left % _EVERY == 0 and self._clock.is_over()):
+            if self._left < 0 or (self._left % _EVERY == 0 and self._clock.is_over()):
                 return False
             saved = [(value, self._maker[value], self._readers[value]) for value, _, _ in states]
             self._device[group] = device
@@ -236,7 +235,7 @@ def on_unequal_links(
     seconds: float,
     *,
     acyclic: bool,
-    clock: Clock | None = None,
+    clock: Clock,
     fits: Fits | None = None,
 ) -> Solution | None:
     """Return the best placement found when each value is priced by the link it crosses; small problems are proven.
@@ -254,7 +253,6 @@ def on_unequal_links(
         clock: the clock of the whole search that this is a part of.
         fits: what tells whether devices have room, if sums over units do not; ``None`` is returned if none found fits.
     """
-    start = time.monotonic()
     search = _Search(problem, prices, seconds, acyclic=acyclic, clock=clock, fits=fits)
     search.run(found)
     if not search.best.size:
@@ -268,10 +266,9 @@ def on_unequal_links(
         value=search.value,
         bound=min(search.value, max(found.bound, proven)),
         solver=solver or found.solver,
-        seconds=found.seconds + time.monotonic() - start,
         loads=search.linked.loads(search.best),
         tolerance=max(found.tolerance, 1e-9),
-        timed_out=found.timed_out or (clock is not None and clock.timed_out),
+        timed_out=found.timed_out or clock.timed_out,
     )
 
 
@@ -285,7 +282,7 @@ class _Search:
         seconds: float,
         *,
         acyclic: bool,
-        clock: Clock | None,
+        clock: Clock,
         fits: Fits | None,
     ) -> None:
         self.group = acyclic_groups(problem) if acyclic else colour_groups(problem)
@@ -301,7 +298,7 @@ class _Search:
         self._take(found.device[first], "")
         self._move(found.device[first])
         for order in orders(self.core):
-            if self._is_over():
+            if self._clock.is_over():
                 return
             if (device := best_on_order(self.linked, order)) is not None:
                 self._take(device, "lines over all orders of devices")
@@ -317,18 +314,12 @@ class _Search:
         """Return whether a legal placement fits by its true memory."""
         return self._fits is None or self._fits(device[self.group], self.order(device))
 
-    def _is_over(self) -> bool:
-        return self._clock is not None and self._clock.is_over()
-
-    def _take(self, device: Ints, solver: str) -> bool:
-        """Keep a placement if it is better; return whether it is."""
-        if not self.linked.is_legal(device):
-            return False
-        value = float(self.linked.loads(device).max())
-        if value >= self.value * (1 - 1e-12) or not self._has_room(device):
-            return False
-        self.best, self.value, self.found_by = device.copy(), value, solver
-        return True
+    def _take(self, device: Ints, solver: str) -> None:
+        """Keep a placement if it is better."""
+        if self.linked.is_legal(device):
+            value = float(self.linked.loads(device).max())
+            if value < self.value * (1 - 1e-12) and self._has_room(device):
+                self.best, self.value, self.found_by = device.copy(), value, solver
 
     def _move(self, device: Ints) -> None:
         """Move single groups off the most loaded device as long as that helps."""
@@ -337,7 +328,7 @@ class _Search:
         linked, now = self.linked, device.copy()
         left = int(_MOVES * self._seconds / max(1.0, linked.size / _UNITS) / 10)
         loads, moved = _key(linked.loads(now)), True
-        while moved and left > 0 and not self._is_over():
+        while moved and left > 0 and not self._clock.is_over():
             moved = False
             for group, to in self._moves(now):
                 left -= 1

@@ -32,7 +32,7 @@ def fitting(monkeypatch, peaks, *, seconds, each):
         plan = sk.Plan.of(dict(zip(nodes, device.tolist(), strict=True)))
         truly_held[id(plan)] = kept.append(plan) or next(left)
         now[0] += each
-        return Solution(device, (), 2.0, 0.0, "test", 0.0, np.full(2, 2.0), 0.0), plan
+        return Solution(device, (), 2.0, 0.0, "test", np.full(2, 2.0), 0.0), plan
 
     kept: list[sk.Plan] = []
     return MemoryFit(

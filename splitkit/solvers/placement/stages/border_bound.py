@@ -19,7 +19,7 @@ from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.placement.core import BIG, Core, order_by_key, value_lists
+from splitkit.solvers.placement.core import BIG, Core, descendants
 from splitkit.solvers.placement.mip import Rows
 from splitkit.solvers.placement.problem import Bools, Floats, Ints
 from splitkit.solvers.placement.stages.order_dp import (
@@ -90,7 +90,7 @@ class BorderBound:
         speeds = class_speeds(core)
         devices = sorted((r for r, kind in zip(speeds, core.kinds, strict=True) for _ in kind.devices), reverse=True)
         reach = [0.0, *np.cumsum(devices).tolist()]
-        closed = _descendants(core)
+        closed = descendants(core)
         before, after = _summed(closed.T, core.least_work), _summed(closed, core.least_work)
         return cls(core, closed, least_paid(core), before, after, reach)
 
@@ -127,16 +127,6 @@ class BorderBound:
     @cached_property
     def _closures(self) -> Closures:
         return Closures(self.core, self.closed)
-
-
-def _descendants(core: Core) -> Bools:
-    """Return (n, n) whether the second unit is the first one or a descendant of it."""
-    after = value_lists(core.edges[:, 0], core.edges[:, 1], core.size)
-    closed: Bools = np.eye(core.size, dtype=np.bool_)
-    for unit in order_by_key(core, np.zeros(core.size))[::-1].tolist():
-        for then in after[unit]:
-            closed[unit] |= closed[then]
-    return closed
 
 
 def _summed(closed: Bools, work: Ints) -> Ints:

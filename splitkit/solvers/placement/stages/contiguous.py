@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement import contract
 from splitkit.solvers.placement.contract import check_placeable, contracted_core
 from splitkit.solvers.placement.core import acyclic_groups, core_of, exact_links
-from splitkit.solvers.placement.packing import infeasible, stages_fit
+from splitkit.solvers.placement.packing import infeasible
 from splitkit.solvers.placement.problem import Problem
 from splitkit.solvers.placement.solution import Key, Solution, best_plan
 from splitkit.solvers.placement.stages.order_dp import MOST_LEVELS, device_steps, level_count
@@ -25,7 +24,6 @@ def contiguous(
     *,
     seconds: float = SECONDS,
     prefer: Key | None = None,
-    advise: bool = True,
     near: float = 0.0,
     clock: Clock | None = None,
 ) -> Solution:
@@ -47,12 +45,11 @@ def contiguous(
     Raises:
         InfeasibleError: there is no placement, or none was found.
     """
-    start = time.monotonic()
     core = core_of(problem, acyclic_groups(problem))
     check_placeable(problem, core)
     if level_count(core, problem.ordered) > MOST_LEVELS:  # too many classes: in the order in which they are given
         given = replace(problem, ordered=True)
-        found = contiguous(given, seconds=seconds, prefer=prefer, advise=advise, near=near, clock=clock)
+        found = contiguous(given, seconds=seconds, prefer=prefer, near=near, clock=clock)
         return replace(found, bound=min(found.value, contract.simple_bound_seconds(core)))
     exact = exact_links(problem)
     joinable = exact and not problem.fill
@@ -61,7 +58,7 @@ def contiguous(
     search = StageSearch(small.reversed(), steps, seconds, joinable=joinable, near=near, clock=clock)
     search.run()
     if search.best is None:
-        raise infeasible(problem, stages_fit, proven=search.closed, advise=advise)
+        raise infeasible(problem, proven=search.closed)
     plans = search.plans if not exact else [search.best, *(search.ties() if prefer else ())]
     device, order, value = best_plan(problem, small, plans, prefer, search.clock)
     bound = search.bound if search.bound < search.limit else search.limit
@@ -71,7 +68,6 @@ def contiguous(
         value=float(value.max()),
         bound=min(float(value.max()), bound / small.scale),
         solver=search.found_by if search.found_by == search.proved_by else f"{search.found_by}, {search.proved_by}",
-        seconds=time.monotonic() - start,
         loads=value,
         tolerance=2 * small.slack / max(1, search.limit) + (_CLOSE if search.proved_by == "highs" else 1e-12),
         timed_out=search.clock.timed_out,

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.placement.core import BIG, Core, value_lists
+from splitkit.solvers.placement.core import BIG, Core, descendants, value_lists
 from splitkit.solvers.placement.problem import Bools, Ints
 from splitkit.solvers.placement.stages.order_dp import DeviceSteps, StageRanks, least_paid, stage_loads
 
@@ -447,7 +447,7 @@ class _Growing:
         self._checked = 1
         before = value_lists(core.edges[:, 1], core.edges[:, 0], core.size)
         self._before = [_mask(units, core.size) for units in before]
-        self._after = _descendants(core, order)
+        self._after = _words(descendants(core).T)
         self._nets = value_lists(core.pins, core.pin_nets, core.size)
         self._pins = [_mask(units.tolist(), core.size) for units in np.split(core.pins, core.starts[1:-1])]
 
@@ -476,7 +476,7 @@ class _Growing:
         taken = self.bits[:, ready]
         taken[word] |= bit
         self.bits = np.concatenate([self.bits, taken], axis=1)
-        self._out = np.concatenate([self._out | self._after[unit][:, None], self._out[:, ready]], axis=1)
+        self._out = np.concatenate([self._out | self._after[:, [unit]], self._out[:, ready]], axis=1)
         self.inside = np.concatenate([self.inside, self.inside[ready] + self._core.least_work[unit]])
         self._crossing = np.concatenate([cut, closed[ready]])
         self._decided[word] |= bit
@@ -544,16 +544,6 @@ def _most_held(held: Ints, work: Ints, limit: int) -> int:
     by_density = np.argsort(-density, kind="stable")
     within = int(np.searchsorted(np.cumsum(work[by_density]), limit, side="right"))
     return int(held[by_density[: within + 1]].sum())
-
-
-def _descendants(core: Core, order: Ints) -> list[Words]:
-    """Return for each unit the mask of itself and its descendants."""
-    after = value_lists(core.edges[:, 0], core.edges[:, 1], core.size)
-    masks = [_mask([unit], core.size) for unit in range(core.size)]
-    for unit in order[::-1].tolist():
-        for then in after[unit]:
-            masks[unit] |= masks[then]
-    return masks
 
 
 def _mask(units: list[int], size: int) -> Words:

@@ -30,7 +30,7 @@ class LinkedAnnealing:
     held: Ints
     device: Ints
 
-    def annealed(self, stage: Ints, clock: Clock | None = None) -> Ints:
+    def annealed(self, stage: Ints, clock: Clock) -> Ints:
         """Improve stages by moving single units; moves keep every edge, the memory, and a unit in each stage.
 
         The number of steps and the seed are fixed, so the result is the same everywhere unless the clock ends the
@@ -42,7 +42,7 @@ class LinkedAnnealing:
         first, then = self.linked.edges.T
         before, after = value_lists(then, first, len(stage)), value_lists(first, then, len(stage))
         for step in range(_STEPS if len(stage) > 1 else 0):
-            if clock is not None and step % _ROUND == 0 and clock.is_over():
+            if step % _ROUND == 0 and clock.is_over():
                 break
             heat = _HOT * (_COLD / _HOT) ** (step / _STEPS)
             unit = int(random.integers(len(stage)))
