@@ -83,14 +83,10 @@ class Roofline(CountedCosts):
     tf32: bool = False
     mesh: Mapping[str, Link] = field(default_factory=dict, compare=False)
     counter: Flops = field(kw_only=True, repr=False, compare=False)
-    _scopes: dict[Node, Scope] = field(init=False, repr=False, compare=False)
     _found: dict[Node, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     _bodies: dict[fx.GraphModule, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     __repr__ = brief
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_scopes", dict(scopes(self.gm.graph)[0]))
 
     @property
     def note(self) -> str:
@@ -109,6 +105,10 @@ class Roofline(CountedCosts):
         if node not in self._found:
             self._found[node] = self._of(node)
         return self._found[node]
+
+    @cached_property
+    def _scopes(self) -> Mapping[Node, Scope]:
+        return scopes(self.gm.graph)[0]
 
     @cached_property
     def _shares(self) -> Mapping[Node, float]:

@@ -171,12 +171,9 @@ def analyze(gm: fx.GraphModule) -> Dataflow:
     effects, bindings = bindings_of(effects, gm)
     followers = _followers(effects, gm, memo.tuples)
     references = references_of(effects, scope, gm, memo.tuples)
-    order = order_edges(effects, gm, followers.__contains__, bindings, references)
+    after, once, written = order_edges(effects, gm, followers.__contains__, bindings, references)
     index = {n: i for i, n in enumerate(graph.nodes)}
-    once, written = order.once, order.written
-    return Dataflow(
-        graph, gm, index, order.after, scope, final, once, written, followers, effects, bindings, references
-    )
+    return Dataflow(graph, gm, index, after, scope, final, once, written, followers, effects, bindings, references)
 
 
 def facts_of(given: object) -> Dataflow:

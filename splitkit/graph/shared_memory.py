@@ -273,21 +273,6 @@ class Classes:
 BOUND = "attributes that opaque code may bind anew"
 
 
-@dataclass(frozen=True)
-class Order:
-    """The result of `order_edges`.
-
-    Attributes:
-        after: node -> the nodes that must run before it because of an effect.
-        once: node -> the reason why it may not be copied.
-        written: the attributes of the graph (``get_attr`` nodes) whose memory some node writes.
-    """
-
-    after: Mapping[Node, tuple[Node, ...]]
-    once: Mapping[Node, str]
-    written: frozenset[Node]
-
-
 class _Edges(dict[Node, tuple[Node, ...]]):
     """Order edges; a node without an entry waits for no other."""
 
@@ -301,7 +286,7 @@ def order_edges(
     is_reference: Callable[[Node], bool],
     bindings: Bindings,
     references: Mapping[Node, Reference],
-) -> Order:
+) -> tuple[Mapping[Node, tuple[Node, ...]], Mapping[Node, str], frozenset[Node]]:
     """Return the order edges of a graph and the nodes that may not be copied, in time linear in nodes and edges.
 
     Args:
@@ -310,6 +295,9 @@ def order_edges(
         is_reference: whether a node only passes a reference on (getitem of a tuple).
         bindings: the attributes that opaque code may bind anew.
         references: the views that read nothing of their bases.
+
+    Returns:
+        `Dataflow.after`, `Dataflow.once` and `Dataflow.written`.
     """
     acting = acting_nodes(effects)
     memory = memory_classes(effects, root)
@@ -347,7 +335,7 @@ def order_edges(
         if node.op != "output" and (reason := _reason(effect, members.get(node) in written)):
             once[node] = reason
     attributes = (n for n in members if isinstance(n, Node) and n.op == "get_attr" and members[n] in written)
-    return Order(after, once, frozenset(attributes))
+    return after, once, frozenset(attributes)
 
 
 def _concerned(

@@ -30,6 +30,7 @@ from torch.fx import Node
 from splitkit.costs import Costs
 from splitkit.costs.links import HostLink
 from splitkit.graph.storages import value_of
+from splitkit.memory.graph_memory import is_dense
 from splitkit.plans.parts import Offloaded
 from splitkit.training.choices import Choice, Ints, Savings
 from splitkit.training.flow import JointFlow, is_size
@@ -47,20 +48,11 @@ def why_not_moved(flow: JointFlow, value: Node) -> str:
         return "it is not strided, or has symbolic sizes"
     if len(roots) > 1 or flow.storages.nbytes[roots[0]] != tensor.numel() * tensor.element_size():
         return "it is a part of its memory: name the value that it is a view of"
-    if not _is_dense(tensor):
+    if not is_dense(tensor):
         return "its elements overlap or have gaps between them"
     if roots[0] in {root for e in flow.effects.values() for node in e.writes for root in flow.storages.under(node)}:
         return "a node writes to its memory"
     return ""
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda dim: (dim[1], dim[0])):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 # Which values of a joint graph can be moved to the host, and why others cannot.

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import dataclass
 from itertools import chain, repeat
-from pathlib import Path
-from typing import Any
 
 from splitkit.checks import is_whole, plain_name
-from splitkit.errors import CostError, FileError, UsageError
-from splitkit.hardware.device_specs import Device, device_from_table, devices, find_device
+from splitkit.errors import CostError, UsageError
+from splitkit.hardware.device_specs import Device, device_from_table, devices, find_device, tables_of
 from splitkit.units import read_size
 
 MOST = 1024
@@ -151,7 +148,7 @@ def read_device_list(text: str) -> DeviceList:
 
 
 def _from_file(path: str) -> DeviceList:
-    tables = _tables(path)
+    tables = tables_of(path)
     links = tables.pop("links", None)
     if links is not None and not isinstance(links, str):
         raise CostError("SK322", f"{path}: links is {links!r}", 'Name what connects the devices: links = "nvlink4".')
@@ -161,17 +158,6 @@ def _from_file(path: str) -> DeviceList:
         raise CostError("SK320", f"{path} describes no device", "Write one table per device; see load_devices.")
     _require_few(path, sum(numbers.values()))
     return DeviceList(tuple(chain.from_iterable(repeat(found[name], numbers[name]) for name in found)), links)
-
-
-def _tables(path: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileError("SK504", f"{path} cannot be read: {error}", "Give the path of a TOML file.") from error
-    except tomllib.TOMLDecodeError as error:
-        raise CostError(
-            "SK320", f"{path} is not TOML: {error}", "Write one table per device; see load_devices."
-        ) from error
 
 
 def _count(path: str, name: str, table: object) -> int:
