@@ -42,7 +42,7 @@ from splitkit.graph.shards import collective_group
 from splitkit.graph.storages import registered_tensors, storage_key, tensors, value_of
 from splitkit.hardware.device_specs import Device, find_device
 from splitkit.hardware.link_specs import Link, find_link
-from splitkit.prices import Costs, as_given
+from splitkit.prices import Costs, asked_of_costs
 from splitkit.short_repr import brief
 
 
@@ -426,10 +426,7 @@ def collective_seconds(node: Node, links: Mapping[str, Link]) -> float | None:
 
 def mesh_of(costs: Costs) -> Mapping[str, Link]:
     """Return dimension of a mesh -> the link between its ranks, as far as prices know them."""
-    given: Any = as_given(costs)
-    while not hasattr(given, "mesh") and (inner := getattr(given, "costs", None)) is not None:
-        given = as_given(inner)
-    found: Mapping[str, Link] = getattr(given, "mesh", {})
+    found: Mapping[str, Link] = asked_of_costs(costs, "mesh") or {}
     return found
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, List, NamedTuple, cast  # noqa: UP035
 
 import numpy as np
@@ -138,26 +139,21 @@ def overlap(a: ByteRange, b: ByteRange) -> bool:
         return True
     try:
         base = min(a.start, b.start)
-        return bool(np.shares_memory(_Bytes(a, base).array(), _Bytes(b, base).array(), max_work=cast(Any, _LIMIT)))
+        return bool(np.shares_memory(_as_array(a, base), _as_array(b, base), max_work=cast(Any, _LIMIT)))
     except np.exceptions.TooHardError:
         return True
 
 
-class _Bytes:
-    """A block as a numpy array of which only the addresses are used; its bytes are never read."""
-
-    def __init__(self, block: ByteRange, base: int) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": "|u1",
-            "data": (block.start - base + 4096, True),  # not 0, which numpy takes for a missing address
-            "shape": (*block.shape, block.width),
-            "strides": (*block.strides, 1),
-        }
-
-    def array(self) -> Any:
-        """Return the numpy array."""
-        return np.asarray(self)
+def _as_array(block: ByteRange, base: int) -> Any:
+    """Return a block as a numpy array of which only the addresses are used; its bytes are never read."""
+    described = {
+        "version": 3,
+        "typestr": "|u1",
+        "data": (block.start - base + 4096, True),  # not 0, which numpy takes for a missing address
+        "shape": (*block.shape, block.width),
+        "strides": (*block.strides, 1),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=described))
 
 
 def refuse_shared(given: List[Tensor], whole: bool, table: str) -> None:  # noqa: UP006

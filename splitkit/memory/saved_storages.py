@@ -122,14 +122,12 @@ def activations_alone(gm: fx.GraphModule | Dataflow, kernels: str | None = None)
 _KEPT = "_kept_by_splitkit"
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class _SavedMarker:
     """Replaces a tensor that a node saves in autograd's graph, and lives as long as that graph keeps it."""
 
-    __slots__ = ("__weakref__", "node", "storages")
-
-    def __init__(self, node: Node, storages: tuple[int, ...]) -> None:
-        self.node = node
-        self.storages = storages
+    node: Node
+    storages: tuple[int, ...]
 
 
 def _never(kept: _SavedMarker) -> torch.Tensor:

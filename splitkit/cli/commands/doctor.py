@@ -85,7 +85,7 @@ def _try_devices(args: Namespace) -> Outcome:
     counts = Counter(finding.verdict for finding in found)
     seconds = round(monotonic() - start)
     data: dict[str, Any] = {"command": "doctor", "ok": not counts[FAILED], "devices": devices, "seconds": seconds}
-    data |= {"machine": _versions(devices), "findings": [finding.to_dict() for finding in found]}
+    data |= {"machine": _versions(devices), "findings": [asdict(finding) for finding in found]}
     rows = [(f.check, f.what, f.figure, f.limit, f.verdict) for f in found]
     verdicts = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
     text = f"{', '.join(devices)}: {verdicts}, in {seconds} s"

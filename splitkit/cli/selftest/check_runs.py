@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from tempfile import TemporaryFile
 from time import monotonic
 from typing import Any
@@ -71,10 +71,6 @@ class Finding:
     limit: str = ""
     verdict: str = OK
     trace: str = ""
-
-    def to_dict(self) -> dict[str, str]:
-        """Return plain data."""
-        return asdict(self)
 
 
 def run_checks(devices: Sequence[str], show: Callable[[Finding], None], names: Sequence[str]) -> list[Finding]:

@@ -194,11 +194,6 @@ class Field:
     def __str__(self) -> str:
         return f"{self.name}: {self.annotation}" + (f" = {self.default}" if self.default is not None else "")
 
-    @property
-    def needs_a_function(self) -> bool:
-        """Whether the parameter is a required function."""
-        return self.default is None and "Callable" in self.annotation
-
 
 @dataclass(frozen=True)
 class Builtin:
@@ -221,8 +216,8 @@ class Builtin:
 
     @property
     def function(self) -> Field | None:
-        """The parameter that cannot be written on the command line, if there is one."""
-        return next((f for f in self.fields if f.needs_a_function), None)
+        """The parameter that cannot be written on the command line, a required function, if there is one."""
+        return next((f for f in self.fields if f.default is None and "Callable" in f.annotation), None)
 
 
 def builtins() -> dict[str, Builtin]:
