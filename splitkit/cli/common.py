@@ -363,11 +363,19 @@ def plan_file(args: Namespace, takes: Collection[str] = ()) -> dict[str, Any] | 
 
 
 def read_plan(path: str) -> dict[str, Any]:
-    """Return the data of a plan file; raise the errors of `plan_file`."""
+    """Return the data of a plan file, before the model is made; raise the errors of `plan_file`."""
     from splitkit.plans import plan_file
 
     data = plan_file.read_json(path)
-    _require_plan(path, data)
+    if data.get("kind") != "splitkit plan":
+        what = data.get("kind") or (f"what `splitkit {data['command']} --json` prints" if "command" in data else "")
+        found = f": it is {what}" if isinstance(what, str) and what.isprintable() and what else ""
+        raise FileError(
+            "SK501", f"{path} is not a splitkit plan{found}", "Make one with `splitkit plan MODEL ... -o FILE`."
+        )
+    # names are printed: escape codes in a plan must not reach the terminal
+    if not all(text.isprintable() for text in _strings(data)):
+        raise FileError("SK501", f"{path} is damaged: it has control characters", "Plan again.")
     return data
 
 
@@ -398,20 +406,6 @@ def _from_file(args: Namespace, data: dict[str, Any]) -> tuple[CapturedModel, Pl
             return work, plan, prices(work, args.costs, args.training)
         costs = costs_of_plan(plan, work.gm)
         return work, plan, with_backward(costs, sk.analyze(work.gm)) if args.training else costs
-
-
-def _require_plan(path: str, data: dict[str, Any]) -> None:
-    """Refuse a file that is not a plan, before the model is made."""
-    if data.get("kind") != "splitkit plan":
-        what = data.get("kind") or (f"what `splitkit {data['command']} --json` prints" if "command" in data else "")
-        found = f": it is {what}" if isinstance(what, str) and what.isprintable() and what else ""
-        raise FileError(
-            "SK501", f"{path} is not a splitkit plan{found}", "Make one with `splitkit plan MODEL ... -o FILE`."
-        )
-    if not all(
-        text.isprintable() for text in _strings(data)
-    ):  # names are printed: escape codes in a plan must not reach the terminal
-        raise FileError("SK501", f"{path} is damaged: it has control characters", "Plan again.")
 
 
 def _strings(data: Any) -> Iterator[str]:

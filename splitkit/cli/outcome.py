@@ -81,7 +81,8 @@ def check_outputs(args: Namespace) -> None:
             setattr(args, option, path)
         wanted["-o" if option == "output" else f"--{option}"] = path
     for option, path in wanted.items():
-        _require_other(option, path, args)
+        if any(_same(path, source) for source in _inputs(args)):
+            raise UsageError("SK603", f"{option} {path} would overwrite what this command reads", "Name another file.")
         _require_page(option, path, args.command)
     for (one, path), (other, again) in combinations(wanted.items(), 2):
         if _same(path, again):  # the second would overwrite the first
@@ -99,12 +100,6 @@ def check_outputs(args: Namespace) -> None:
             files.require_writable(path)
         except (OSError, ValueError) as error:
             raise files.refusal(path, error) from error
-
-
-def _require_other(option: str, path: str, args: Namespace) -> None:
-    for source in _inputs(args):
-        if _same(path, source):
-            raise UsageError("SK603", f"{option} {path} would overwrite what this command reads", "Name another file.")
 
 
 def _require_page(option: str, path: str, command: str) -> None:

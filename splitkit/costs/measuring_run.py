@@ -273,14 +273,12 @@ def _no_faster(took: Sequence[float]) -> bool:
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[], None]]:
     """Show a progress bar on standard error while ops are measured, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda: None
-        return
     from rich.console import Console
     from rich.progress import Progress
 
     # a slow refresh, as the thread that draws the bar competes with the ops
-    with Progress(console=Console(stderr=True), transient=True, refresh_per_second=2) as bar:
+    shown = {"console": Console(stderr=True), "transient": True, "refresh_per_second": 2}
+    with Progress(**shown, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("measuring", total=total)
         yield lambda: bar.advance(task)
 

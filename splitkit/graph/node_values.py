@@ -416,7 +416,9 @@ class Gradients:
         reads = frozenset(n for n in _sources(node) if self._memory[n] in self._live and _is_float(n))
         self.reads[node] = reads
         written = effects.writes if effects is not None else ()
-        if cut or not (written or _is_float(node)) or not (reads or _module_requires_grad(root, node)):
+        module = target_of(root, node) if node.op == "call_module" else None
+        trains = isinstance(module, nn.Module) and any(p.requires_grad for p in module.parameters())
+        if cut or not (written or _is_float(node)) or not (reads or trains):
             return
         self.needed.add(node)
         self._live.update(self._memory[n] for n in (node, *written))
@@ -448,11 +450,6 @@ def _sources(node: Node) -> Sequence[Node]:
     if node.op in ("call_function", "call_method") and op_name(node.target) in _FORMED:
         return [n for n in node.args[:1] if isinstance(n, Node)]
     return node.all_input_nodes
-
-
-def _module_requires_grad(root: nn.Module, node: Node) -> bool:
-    module = target_of(root, node) if node.op == "call_module" else None
-    return isinstance(module, nn.Module) and any(p.requires_grad for p in module.parameters())
 
 
 def _is_float(node: Node) -> bool:

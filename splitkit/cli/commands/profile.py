@@ -21,7 +21,7 @@ from splitkit.cli.outcome import Outcome, seconds_text, still_pages, wrote
 from splitkit.cli.source import require_inputs
 from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import CaptureError, PipelineError, ScheduleError, UsageError
-from splitkit.pipeline.schedules import USUAL_MICROBATCHES
+from splitkit.pipeline.schedules import USUAL_MICROBATCHES, known_schedules
 from splitkit.units import bounded, in_words, size
 from splitkit.view.tables import facts, table
 
@@ -263,7 +263,6 @@ def _named(path: str, schedule: str, count: int) -> str:
 
 def _orders(args: Namespace, stages: int, microbatches: int, ranks: int) -> tuple[list[PipelineOrder], dict[str, str]]:
     """Return the orders of ``--schedules``, or of all schedules that fit, with the reasons why the others do not."""
-    from splitkit.pipeline.schedules import known_schedules
     from splitkit.runtime.ranks.order_runner import order_of
 
     found, left_out = [], dict[str, str]()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +19,7 @@ from splitkit.view.tables import facts, table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from splitkit.engine.split import Split
     from splitkit.frontends.joint_capture import DividedStep
-    from splitkit.memory.profile import MemoryProfile
     from splitkit.testing.compare import Comparison
     from splitkit.testing.differences import Difference
 
@@ -38,22 +35,30 @@ def run(args: Namespace) -> Outcome:
         return run_step(args, file)
     work, plan, _ = planned_by(args, file)
     require_inputs(work.source, "run")
+    from splitkit.cli.commands.split import part_module_names, tensor_text
+    from splitkit.frontends.output_classes import named_leaves
     from splitkit.testing.timing import best_step
 
     with work.clock.step("split", "splitting"):
         split = sk.split(work.gm, plan)
+        names = part_module_names(split)
     with work.clock.step("run", f"running {len(split.parts)} parts"):
         timed = best_step(split.module, split.parts.values(), work.example, work.source.seed, args.repeat)
     data: dict[str, Any] = {
         "command": "run",
         "model": work.source.to_dict(),
         "note": plan.note,
-        "outputs": _outputs(timed.output),
+        "outputs": [
+            {"name": f"output{path}", "value": tensor_text(leaf)} for path, leaf in named_leaves(timed.output)[0]
+        ],
         "loss": timed.loss,
         "loss_is_models": timed.loss_is_models,
         "forward": timed.forward,
         "backward": timed.backward,
-        "parts": _parts(split, timed.parts),
+        "parts": [
+            {"module": names[part], "forward": took}
+            for part, took in zip(split.parts.values(), timed.parts, strict=True)
+        ],
         "repeat": args.repeat,
         "check": None,
     }
@@ -65,20 +70,6 @@ def run(args: Namespace) -> Outcome:
     data["seconds"] = work.clock.seconds
     failed = args.check and not data["check"]["same"]
     return Outcome(data, _text(data), DIFFERENT if failed else 0)
-
-
-def _outputs(output: Any) -> list[dict[str, str]]:
-    from splitkit.cli.commands.split import tensor_text
-    from splitkit.frontends.output_classes import named_leaves
-
-    return [{"name": f"output{path}", "value": tensor_text(leaf)} for path, leaf in named_leaves(output)[0]]
-
-
-def _parts(split: Split, times: Sequence[float]) -> list[dict[str, Any]]:
-    from splitkit.cli.commands.split import part_module_names
-
-    names = part_module_names(split)
-    return [{"module": names[part], "forward": took} for part, took in zip(split.parts.values(), times, strict=True)]
 
 
 def _text(data: dict[str, Any]) -> list[RenderableType]:
@@ -147,10 +138,11 @@ def _halves(step: DividedStep) -> dict[str, Any]:
     from splitkit.engine.pair import Pair
     from splitkit.testing import timing
 
-    assert isinstance(step.pair, Pair)
-    profile = timing.TrainingRun(step.joint, step.pair).profile
+    assert isinstance(step.pair, Pair) and step.pair.plan is not None
+    profile, plan = timing.TrainingRun(step.joint, step.pair).profile, step.pair.plan
+    ops = {half: sum(half in plan[node] for node in step.joint.flow.nodes) for half in ("forward", "backward")}
     return {
-        "halves": [_half(step, profile, which) for which in ("forward", "backward")],
+        "halves": [{"half": half, "ops": count, "peak": profile.peak_of(half)} for half, count in ops.items()],
         "saved": profile.saved + step.pair.host_bytes,
         "peak": {
             "predicted": profile.peak,
@@ -161,12 +153,6 @@ def _halves(step: DividedStep) -> dict[str, Any]:
             "allocator": None,
         },
     }
-
-
-def _half(step: DividedStep, profile: MemoryProfile, which: str) -> dict[str, Any]:
-    assert step.pair.plan is not None
-    ops = sum(which in step.pair.plan[node] for node in step.joint.flow.nodes)
-    return {"half": which, "ops": ops, "peak": profile.peak_of(which)}
 
 
 def _check(work: CapturedModel, step: DividedStep) -> dict[str, Any]:

@@ -90,8 +90,6 @@ def _split_step(args: Namespace, file: dict[str, Any]) -> Outcome:
 
 def describe(split: Split) -> dict[str, Any]:
     """Return the parts of a split in order, and its names with those of the original model, as data."""
-    from splitkit.cli.commands.split import named_value
-
     names = part_module_names(split)
     parts = [
         {

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import track
 
 import splitkit as sk
 from splitkit.cli import placement, source
@@ -195,9 +198,6 @@ def _cells(rows: list[dict[str, Any]], frontier: sk.Frontier, of: str, other: st
 # ``splitkit sweep --stages``: plans and simulates every combination of stages, microbatches and schedules.
 
 
-Item = TypeVar("Item")
-
-
 def sweep_stages(args: Namespace, wanted: Source, file: dict[str, Any] | None = None) -> Outcome:
     """Run ``splitkit sweep --stages`` with checked arguments, by the prices of a plan's file if there is one.
 
@@ -221,7 +221,8 @@ def sweep_stages(args: Namespace, wanted: Source, file: dict[str, Any] | None = 
     else:
         sweeper = Sweeper(work.gm, costs, memory, links, optimizer, bool(args.recompute))
     with work.clock.step("sweep", ""):
-        found = sweeper.sweep([sweeper.row(*one) for one in tracked(each, "planning and simulating")])
+        bar = {"console": Console(stderr=True), "transient": True, "disable": not sys.stderr.isatty()}
+        found = sweeper.sweep([sweeper.row(*one) for one in track(each, "planning and simulating", **bar)])
     took, spec = work.clock.seconds, work.source.spec
     data: dict[str, Any] = {
         "command": "sweep",
@@ -282,38 +283,21 @@ def ranks_of_sweep(args: Namespace) -> tuple[DeviceList | None, str | None, int 
         UsageError: SK601 for devices of several kinds.
         CostError: SK321 for an unknown device, SK322 for an unknown link.
     """
-    devices = kind_of_device(args.devices)
+    devices = None if args.devices is None else device_list.read_device_list(args.devices)
+    # the count in a file of devices does not matter here
+    several = devices is not None and len(devices.devices) > 1 and not device_list.is_file(args.devices)
+    if devices is not None and (several or not devices.alike):
+        raise UsageError(
+            "SK601",
+            f"--devices {args.devices} are {devices}, and --stages says how many devices there are",
+            f"Name the kind alone: --devices {devices.devices[0].name}.",
+        )
     memory = placement.memory_option(args, devices)
     assert not isinstance(memory, str | tuple)  # checked, and of one kind of device
     if memory is None and devices is not None:
         memory = devices.devices[0].memory
     links, why = placement.links_option(args.links, devices)
     return devices, links, memory, why
-
-
-def kind_of_device(text: str | None) -> DeviceList | None:
-    """Return the one kind of device of all ranks; the count in a file of devices does not matter here."""
-    if text is None:
-        return None
-    found = device_list.read_device_list(text)
-    if not found.alike or (len(found.devices) > 1 and not device_list.is_file(text)):
-        raise UsageError(
-            "SK601",
-            f"--devices {text} are {found}, and --stages says how many devices there are",
-            f"Name the kind alone: --devices {found.devices[0].name}.",
-        )
-    return found
-
-
-def tracked(items: Sequence[Item], what: str) -> Iterator[Item]:
-    """Yield items, with a progress bar on standard error if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield from items
-        return
-    from rich.console import Console
-    from rich.progress import track
-
-    yield from track(items, what, console=Console(stderr=True), transient=True)
 
 
 def advice(found: Sweep) -> Iterator[str]:

@@ -38,6 +38,7 @@ from splitkit.cli.mesh import REPLICAS, STAGES, ranks_of_mesh
 from splitkit.cli.outcome import FOR_PERFETTO, STDOUT, Outcome, seconds_text
 from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import FileError, PipelineError, UsageError
+from splitkit.pipeline.synthesize import load_order
 from splitkit.units import size
 from splitkit.view.tables import facts, table
 
@@ -262,8 +263,6 @@ def planned_together(args: Namespace) -> tuple[CapturedModel, Plan]:
         require_policy_option(args)
         work, planned = planner(args, args.target)
         return work, planned_once(work.gm, lambda: planned()[0])
-    from splitkit.cli import source
-
     wanted = source.from_plan(args.target, file, args)
     captured = prepare_for(file, wanted, getattr(args, "dp", None) or 1)
     plan = planned_once(captured.gm, lambda: decoded(captured.gm.graph, args.target, file), group_of(captured))
@@ -279,8 +278,6 @@ def group_of(work: CapturedModel) -> Any:
 
 def schedule_or_order(word: str) -> str | PipelineOrder:
     """Return the name of a schedule, or the order in a file of torch's format."""
-    from splitkit.pipeline.synthesize import load_order
-
     return load_order(word) if word.endswith(".csv") else word
 
 
@@ -361,13 +358,11 @@ def _require_numbers(losses: torch.Tensor | None, step: int) -> torch.Tensor:
 @contextmanager
 def _bar(rank: int, steps: int) -> Iterator[Any]:
     """Show a progress bar with the loss on the terminal of rank 0."""
-    if rank or not sys.stderr.isatty():
-        yield lambda loss: None
-        return
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    hidden = bool(rank) or not sys.stderr.isatty()
+    with Progress(console=Console(stderr=True), transient=True, disable=hidden) as bar:
         task = bar.add_task("training", total=steps)
         yield lambda loss: bar.update(task, advance=1, description=f"loss {loss:.4f}")
 
@@ -522,7 +517,6 @@ def _require_folder(args: Namespace) -> None:
 
 def _require_order(args: Namespace, counts: Sequence[int], ranks: int | None = None) -> None:
     """Refuse a schedule that does not allow these numbers of replicas of each stage, processes and microbatches."""
-    from splitkit.pipeline.synthesize import load_order
     from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order
     from splitkit.runtime.ranks.replicas import require_replicable
 
@@ -530,7 +524,7 @@ def _require_order(args: Namespace, counts: Sequence[int], ranks: int | None = N
     if not counts or min(counts) < 1:
         return
     ranks = args.nproc if ranks is None else ranks
-    schedule: Any = load_order(args.schedule) if args.schedule.endswith(".csv") else args.schedule
+    schedule = schedule_or_order(args.schedule)
     microbatches = microbatches_or_usual(schedule, args.microbatches)
     require_replicable((), counts, ranks, microbatches)
     placed_order(schedule, counts[0], len(counts), microbatches, ranks)

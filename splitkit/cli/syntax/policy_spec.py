@@ -230,7 +230,8 @@ def builtins() -> dict[str, Builtin]:
             source = file.read_text(encoding="utf-8")
             classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
             for alias in statement.names:
-                if alias.name in classes and _assigns(classes[alias.name]):
+                body = classes[alias.name].body if alias.name in classes else []
+                if any(isinstance(item, ast.FunctionDef) and item.name == "assign" for item in body):
                     found[alias.name] = _builtin(classes[alias.name])
     return dict(sorted(found.items()))
 
@@ -238,10 +239,6 @@ def builtins() -> dict[str, Builtin]:
 def installed() -> dict[str, EntryPoint]:
     """Return name -> entry point of the policies of other packages, without loading them."""
     return {entry.name: entry for entry in entry_points(group=GROUP)}
-
-
-def _assigns(node: ast.ClassDef) -> bool:
-    return any(isinstance(item, ast.FunctionDef) and item.name == "assign" for item in node.body)
 
 
 def _builtin(node: ast.ClassDef) -> Builtin:
