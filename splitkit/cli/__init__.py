@@ -76,7 +76,7 @@ def _run(words: list[str]) -> int:
     if outcome.quiet:
         return outcome.code
     if args.json:
-        print(json.dumps(jsonable(outcome.data), indent=1, allow_nan=False))
+        print(json.dumps(jsonable({"command": args.command, **outcome.data}), indent=1, allow_nan=False))
     else:
         from splitkit.view.console import show
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from splitkit import files
 from splitkit.errors import FileError, SplitError, UsageError
@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 
     from splitkit.plans.record import Plan
 
+Lines: TypeAlias = "list[RenderableType]"
+"""What a command prints: strings and rich tables."""
+
 
 @dataclass(frozen=True)
 class Outcome:
     """The result of a command, which `splitkit.cli.main` prints.
 
     Attributes:
-        data: what ``--json`` prints.
+        data: what ``--json`` prints, after the name of the command.
         text: strings and rich tables for people.
         code: the exit code.
         files: path -> text, or data to write as JSON, before anything is printed.

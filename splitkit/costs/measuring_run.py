@@ -277,8 +277,8 @@ def progress(total: int) -> Iterator[Callable[[], None]]:
     from rich.progress import Progress
 
     # a slow refresh, as the thread that draws the bar competes with the ops
-    shown = {"console": Console(stderr=True), "transient": True, "refresh_per_second": 2}
-    with Progress(**shown, disable=not sys.stderr.isatty()) as bar:
+    hidden = not sys.stderr.isatty()
+    with Progress(console=Console(stderr=True), transient=True, refresh_per_second=2, disable=hidden) as bar:
         task = bar.add_task("measuring", total=total)
         yield lambda: bar.advance(task)
 

@@ -256,20 +256,13 @@ def _refuse(*items: _Row, hidden: bool = False) -> None:
     )
 
 
-_LIBRARY = torch.library.Library("splitkit", "FRAGMENT")  # type: ignore[no-untyped-call]
-# CONSERVATIVE: otherwise TorchScript assumes that an operator without outputs has no effects, and removes it.
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "refuse_shared(Tensor[] given, int[] owners, bool whole, str table) -> ()", alias_analysis="CONSERVATIVE"
+_REFUSE_SHARED = _torch.define_op(
+    "refuse_shared(Tensor[] given, int[] owners, bool whole, str table) -> ()",
+    _compare,
+    lambda given, owners, whole, table: None,
+    alias_analysis="CONSERVATIVE",  # otherwise TorchScript assumes that it has no effects, and removes it
 )
-_LIBRARY.impl("refuse_shared", _compare, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake(
-    "splitkit::refuse_shared", lambda given, owners, whole, table: None, lib=_LIBRARY, allow_override=True
-)
-CHECKS: tuple[Any, ...] = (
-    refuse_shared,
-    torch.ops.splitkit.refuse_shared,
-    torch.ops.splitkit.refuse_shared.default,
-)
+CHECKS: tuple[Any, ...] = (refuse_shared, torch.ops.splitkit.refuse_shared, _REFUSE_SHARED)
 """The targets of nodes that are such checks."""
 for _check in CHECKS:
     torch.fx.node.has_side_effect(_check)

@@ -148,9 +148,10 @@ def _bindings(
 
 def _reached_owner(root: nn.Module, target: str, reached: set[int]) -> str | None:
     """Return the name of the outermost owner of an attribute that opaque code reaches, ``""`` for the root."""
-    path = [root, *target.split(".")[:-1]]
-    owners: Iterable[Any] = accumulate(path, getattr)
-    return next((".".join(path[1 : i + 1]) for i, owner in enumerate(owners) if id(owner) in reached), None)
+    start: Any = root
+    names = target.split(".")[:-1]
+    owners = accumulate(names, lambda owner, name: getattr(owner, name), initial=start)
+    return next((".".join(names[:i]) for i, owner in enumerate(owners) if id(owner) in reached), None)
 
 
 # ---------------------------------------------------------------- what opaque code reaches

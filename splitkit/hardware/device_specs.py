@@ -149,10 +149,10 @@ def load_devices(path: str | Path) -> dict[str, Device]:
         FileError: SK504 if the file cannot be read.
         CostError: SK320 if the file is not TOML, or a device has a missing, unknown or wrong field.
     """
-    return {name: device_from_table(str(path), name, table) for name, table in tables_of(path).items()}
+    return {name: device_from_table(str(path), name, table) for name, table in device_tables(path).items()}
 
 
-def tables_of(path: str | Path) -> dict[str, Any]:
+def device_tables(path: str | Path) -> dict[str, Any]:
     """Return the tables of a TOML file of devices; raise the errors of `load_devices` if it is none."""
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))

@@ -31,7 +31,6 @@ def run(args: Namespace) -> Outcome:
     with work.clock.step("compare", "pricing both plans"):
         found = compare_plans(*plans)
     data: dict[str, Any] = {
-        "command": "compare",
         "model": work.source.to_dict(),
         "first": args.target,
         "second": args.other,

@@ -25,7 +25,6 @@ def run(args: Namespace) -> Outcome:
     with work.clock.step("explain", "pricing what could be changed"):
         found = explain(plan, args.where, policy=policy, again=not args.fast)
     data: dict[str, Any] = {
-        "command": "explain",
         "model": work.source.to_dict(),
         "file": args.target,
         "where": args.where,

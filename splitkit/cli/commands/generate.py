@@ -22,15 +22,13 @@ from splitkit.cli.common import (
     require_fitting_options,
     require_policy_option,
 )
-from splitkit.cli.outcome import Outcome, seconds_text
+from splitkit.cli.outcome import Lines, Outcome, seconds_text
 from splitkit.errors import FileError, PipelineError, UsageError
 from splitkit.testing.config_files import checkpoint_beside, is_config
 from splitkit.units import size
 from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from splitkit.engine.split import Split
     from splitkit.runtime.folder.load import StageFolder
     from splitkit.runtime.generation.generation_request import RequestResult
@@ -127,7 +125,6 @@ def _generate(args: Namespace) -> dict[str, Any]:
     results = generator.generate(_requests(args, encode) if not rank else ())
     seconds = time.perf_counter() - start
     return {
-        "command": "generate",
         "rank": rank,
         "model": record,
         "note": split.plan.note,
@@ -227,11 +224,11 @@ def _described(result: RequestResult, decode: Callable[[list[int]], str] | None)
     return made if decode is None else {**made, "text": [decode(row) for row in made["tokens"]]}
 
 
-def _text(data: dict[str, Any]) -> list[RenderableType]:
+def _text(data: dict[str, Any]) -> Lines:
     results = data["results"]
     count = sum(len(row) for result in results for row in result["tokens"])
     rate = f"{count / data['seconds']:.1f} tokens a second" if count else "no tokens"
-    lines: list[RenderableType] = []
+    lines: Lines = []
     for result in results:
         shown = result.get("text") or [" ".join(map(str, row)) for row in result["tokens"]]
         if error := result["error"]:

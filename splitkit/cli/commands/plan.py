@@ -49,7 +49,6 @@ def run(args: Namespace) -> Outcome:
     times = f"captured in {seconds_text(took['capture'])}, planned in {seconds_text(took['plan'])}"
     tokens = getattr(work.example.model, "main_input_name", "input_ids") == "input_ids"
     data = {
-        "command": "plan",
         "model": work.source.to_dict(),
         "note": plan.note,
         "report": report.to_dict(),

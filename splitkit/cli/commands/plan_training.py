@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import splitkit as sk
 from splitkit.cli import placement, source
 from splitkit.cli.common import TRAINING, CapturedModel, check_costs, decoded, kind_of_costs, prepare_step, versions
-from splitkit.cli.outcome import Outcome, seconds_text, wrote
+from splitkit.cli.outcome import Lines, Outcome, seconds_text, wrote
 from splitkit.cli.placement import MOST_BYTES
 from splitkit.cli.source import Source, next_command, options_of_own_code, source_record
 from splitkit.cli.syntax import policy_spec
@@ -20,7 +20,7 @@ from splitkit.units import bounded, duration, read_percent, read_size, size
 from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.table import Table
     from torch.fx import Node
 
     from splitkit.costs import Costs
@@ -152,7 +152,6 @@ def _data(work: CapturedModel, costs: Costs, pair: Pair, profile: MemoryProfile)
     moved = [one.value for one in pair.plan.offloaded]
     saved += [_value(value.name, storage_bytes(value_of(value)), value) for value in moved]
     return {
-        "command": "plan",
         "what": TRAINING,
         "model": work.source.to_dict(),
         "note": pair.plan.note,
@@ -188,7 +187,7 @@ def _sum(costs: Costs, nodes: Iterable[Any]) -> float:
     return sum(costs.seconds(n) for n in nodes)
 
 
-def _text(data: dict[str, Any]) -> list[RenderableType]:
+def _text(data: dict[str, Any]) -> Lines:
     forward, again, took = data["forward"], data["recomputed"], data["seconds"]
     share = again["seconds"] / forward["seconds"] if forward["seconds"] else 0.0
     time = duration(again["seconds"], data["unit"])
@@ -217,7 +216,6 @@ def stages_outcome(
 
     train, view = _train_command(made, args.output, step), _view_command(made, args.output)
     data: dict[str, Any] = {
-        "command": "plan",
         "what": TRAINING,
         "model": made.to_dict(),
         "note": step.plan.note,
@@ -229,7 +227,7 @@ def stages_outcome(
         "next": train or next_command(made, args.output),
         "view": view,
     }
-    text: list[RenderableType] = [
+    text: Lines = [
         facts(
             {
                 "plan": data["note"].replace("; ", ";\n"),
@@ -330,7 +328,7 @@ def _seconds(plan: Plan, half: str, stage: int, costs: Costs) -> float:
     return sum(costs.seconds(n) for n in nodes)
 
 
-def stage_table(rows: list[dict[str, Any]], unit: str) -> RenderableType:
+def stage_table(rows: list[dict[str, Any]], unit: str) -> Table:
     """Return the table of `stage_rows`."""
     split = any(row["weight"] is not None for row in rows)
     columns = {

@@ -17,7 +17,7 @@ from splitkit.cli import launcher, source
 from splitkit.cli.commands import train
 from splitkit.cli.commands.train import ranks_of_stages, require_model
 from splitkit.cli.common import CapturedModel, plan_file, planned, prepare, with_recompute
-from splitkit.cli.outcome import Outcome, seconds_text, still_pages, wrote
+from splitkit.cli.outcome import Lines, Outcome, seconds_text, still_pages, wrote
 from splitkit.cli.source import require_inputs
 from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import CaptureError, PipelineError, ScheduleError, UsageError
@@ -26,8 +26,6 @@ from splitkit.units import bounded, in_words, size
 from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from splitkit.engine.split import Split
     from splitkit.memory.measurement import MeasuredMemory
     from splitkit.memory.profile import MemoryProfile
@@ -71,7 +69,6 @@ def run(args: Namespace) -> Outcome:
         for row, found in zip(rows, [measured, *parts, *both], strict=True):
             row |= beside(found, row["predicted"])
     data: dict[str, Any] = {
-        "command": "profile",
         "model": work.source.to_dict(),
         "note": split.plan.note if split else "",
         "rows": rows,
@@ -123,11 +120,11 @@ def beside(found: MeasuredMemory, predicted: int) -> dict[str, Any]:
     return {"measured": found.peak, "error": error, "allocator": found.allocator_peak}
 
 
-def _text(data: dict[str, Any], args: Namespace) -> list[RenderableType]:
+def _text(data: dict[str, Any], args: Namespace) -> Lines:
     measured = ("measured", "error", "allocator") if args.run else ()
     titles = ("peak of", "predicted", *measured, "before", "saved", "at")
     cells, spare = (_cells(row, args.run) for row in data["rows"]), ("allocator", "before", "saved")
-    lines: list[RenderableType] = [table(titles, cells, titles[1:-1], spare=spare)]
+    lines: Lines = [table(titles, cells, titles[1:-1], spare=spare)]
     if data["why_no_training"] and not args.forward_only:
         lines += ["", f"no forward + backward: {data['why_no_training']}"]
     for what in ("forward", "training"):
@@ -150,7 +147,7 @@ def _place(at: Mapping[str, Any] | None) -> str:
     return f"{at['node']} in {at['module']}" if at["module"] else str(at["node"])
 
 
-def _live(what: str, profile: Mapping[str, Any]) -> list[RenderableType]:
+def _live(what: str, profile: Mapping[str, Any]) -> Lines:
     named = "forward" if what == "forward" else "forward + backward"
     rows = [(b["name"], b["module"], b["kind"], size(b["nbytes"])) for b in profile["live_at_peak"]]
     most = bounded(profile["peak"], profile["bounds"], profile["unseen"])
@@ -237,7 +234,6 @@ def _profile(args: Namespace) -> dict[str, Any]:
             advance()
     cores = len(os.sched_getaffinity(0))
     return {
-        "command": "profile",
         "rank": dist.get_rank(),
         "model": work.source.to_dict(),
         "note": split.plan.note,
@@ -320,7 +316,7 @@ def _pairs(runs: Sequence[dict[str, Any]]) -> dict[str, int]:
     return {"right": sum((a[0] - b[0]) * (a[1] - b[1]) > 0 for a, b in both), "all": len(both)}
 
 
-def _ranks_text(data: dict[str, Any]) -> list[RenderableType]:
+def _ranks_text(data: dict[str, Any]) -> Lines:
     rows = {"pipeline": f"{data['microbatches']} microbatches on {len(data['schedules'][0]['ranks'])} ranks"}
     if data["oversubscribed"]:
         rows["caution"] = f"processes share {data['cores']} cores: measured times include waiting for a core"

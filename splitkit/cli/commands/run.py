@@ -10,15 +10,13 @@ import splitkit as sk
 from splitkit.cli import DIFFERENT, source
 from splitkit.cli.common import TRAINING, CapturedModel, decoded, is_step, plan_file, planned_by, prepare_step
 from splitkit.cli.mesh import require_one_rank
-from splitkit.cli.outcome import Outcome, seconds_text
+from splitkit.cli.outcome import Lines, Outcome, seconds_text
 from splitkit.cli.source import require_inputs
 from splitkit.errors import listed
 from splitkit.units import bounded, size
 from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from splitkit.frontends.joint_capture import DividedStep
     from splitkit.testing.compare import Comparison
     from splitkit.testing.differences import Difference
@@ -45,7 +43,6 @@ def run(args: Namespace) -> Outcome:
     with work.clock.step("run", f"running {len(split.parts)} parts"):
         timed = best_step(split.module, split.parts.values(), work.example, work.source.seed, args.repeat)
     data: dict[str, Any] = {
-        "command": "run",
         "model": work.source.to_dict(),
         "note": plan.note,
         "outputs": [
@@ -72,7 +69,7 @@ def run(args: Namespace) -> Outcome:
     return Outcome(data, _text(data), DIFFERENT if failed else 0)
 
 
-def _text(data: dict[str, Any]) -> list[RenderableType]:
+def _text(data: dict[str, Any]) -> Lines:
     loss = "none" if data["loss"] is None else f"{data['loss']:.6g}"
     backward = "nothing requires a gradient" if data["backward"] is None else seconds_text(data["backward"])
     rows = {
@@ -82,7 +79,7 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
         "backward": backward,
     }
     times = [(p["module"], seconds_text(p["forward"])) for p in data["parts"]]
-    text: list[RenderableType] = [facts(rows), "", table(("part", "forward"), times, ("forward",))]
+    text: Lines = [facts(rows), "", table(("part", "forward"), times, ("forward",))]
     return [*text, "", *check_text(data["check"])] if data["check"] else text
 
 
@@ -107,7 +104,6 @@ def run_step(args: Namespace, file: dict[str, Any]) -> Outcome:
     with work.clock.step("run", "running forward and backward"):
         timed = timing.best_step(step, (), work.example, work.source.seed, args.repeat)
     data: dict[str, Any] = {
-        "command": "run",
         "what": TRAINING,
         "model": work.source.to_dict(),
         "note": plan.note,
@@ -177,12 +173,12 @@ def _of_model(entries: tuple[Difference, ...]) -> tuple[Difference, ...]:
     return tuple(replace(d, name=d.name.replace(" of model.", " of ", 1)) for d in entries)
 
 
-def _step_text(data: dict[str, Any]) -> list[RenderableType]:
+def _step_text(data: dict[str, Any]) -> Lines:
     best = f" (best of {data['repeat']})" if data["repeat"] > 1 else ""
     if "stages" in data:
         times = {f"{half}{best}": seconds_text(data[half]) for half in ("forward", "backward")}
         rows = {"plan": data["note"].replace("; ", ";\n"), "loss": f"{data['loss']:.6g}", **times}
-        text: list[RenderableType] = [facts(rows)]
+        text: Lines = [facts(rows)]
     else:
         rows = {
             "plan": data["note"].replace("; ", ";\n"),
@@ -245,11 +241,11 @@ def _difference(entry: Difference) -> dict[str, Any]:
     return {"name": entry.name, "largest": entry.largest, "relative": entry.relative, "scale": entry.scale}
 
 
-def check_text(check: dict[str, Any]) -> list[RenderableType]:
+def check_text(check: dict[str, Any]) -> Lines:
     """Return the data of `check_data` as text."""
     whole, parts = ("none" if value is None else repr(value) for value in check["loss"])
     rows = {which: _sentence(check[which]) for which in ("outputs", "gradients", "state")}
-    lines: list[RenderableType] = [facts({"loss": f"{whole} whole, {parts} split", **rows})]
+    lines: Lines = [facts({"loss": f"{whole} whole, {parts} split", **rows})]
     lines += [
         f"differs: {bad['name']} by {bad['largest']:.3g} (scale {bad['scale']:.3g})"
         for bad in check["failures"][:_DIFFERENCES]

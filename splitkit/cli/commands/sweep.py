@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -14,10 +14,11 @@ import splitkit as sk
 from splitkit.cli import placement, source
 from splitkit.cli.commands import plan_training as trainplan
 from splitkit.cli.commands.plan_training import priced_step
-from splitkit.cli.common import TRAINING, check_costs, decoded, prepare, prepare_step, prices, read_plan
-from splitkit.cli.outcome import Outcome, seconds_text, still_pages, wrote
+from splitkit.cli.common import TRAINING, CapturedModel, check_costs, decoded, prepare, prepare_step, prices, read_plan
+from splitkit.cli.outcome import Lines, Outcome, seconds_text, still_pages, wrote
 from splitkit.cli.source import Source
 from splitkit.cli.syntax import device_list
+from splitkit.cli.syntax.device_list import DeviceList
 from splitkit.costs import Costs, Fused, Roofline, unit_of
 from splitkit.costs.recorded import costs_of
 from splitkit.errors import UsageError
@@ -37,13 +38,6 @@ from splitkit.studies.sweep import (
 )
 from splitkit.units import duration, read_size, size
 from splitkit.view.tables import facts, table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from splitkit.cli.common import CapturedModel
-    from splitkit.cli.syntax.device_list import DeviceList
-
 
 PIPELINES = ("what", "microbatches", "schedules", "chunks", "devices", "memory", "links", "optimizer", "recompute")
 """The options that need ``--stages``."""
@@ -143,7 +137,6 @@ def _frontier(args: Namespace, wanted: Source, file: dict[str, Any] | None) -> O
     with work.clock.step("simulate", "simulating the memory of each point"):
         rows = [point.to_dict(peak=True) for point in points]
     data: dict[str, Any] = {
-        "command": "sweep",
         "model": work.source.to_dict(),
         "prices": price_name(costs),
         "step": frontier.step_seconds,
@@ -171,7 +164,7 @@ def _frontier(args: Namespace, wanted: Source, file: dict[str, Any] | None) -> O
 
         files[args.view] = page = html(frontier, title=f"frontier of {work.source.spec}")
         written = [wrote(args.view, page)]
-    shown: list[RenderableType] = [text, "", table(titles, _cells(rows, frontier, of, other), titles), *written]
+    shown: Lines = [text, "", table(titles, _cells(rows, frontier, of, other), titles), *written]
     return Outcome(data, shown, files=files)
 
 
@@ -221,11 +214,11 @@ def sweep_stages(args: Namespace, wanted: Source, file: dict[str, Any] | None = 
     else:
         sweeper = Sweeper(work.gm, costs, memory, links, optimizer, bool(args.recompute))
     with work.clock.step("sweep", ""):
-        bar = {"console": Console(stderr=True), "transient": True, "disable": not sys.stderr.isatty()}
-        found = sweeper.sweep([sweeper.row(*one) for one in track(each, "planning and simulating", **bar)])
+        console, hidden = Console(stderr=True), not sys.stderr.isatty()
+        every = track(each, "planning and simulating", console=console, transient=True, disable=hidden)
+        found = sweeper.sweep([sweeper.row(*one) for one in every])
     took, spec = work.clock.seconds, work.source.spec
     data: dict[str, Any] = {
-        "command": "sweep",
         "model": work.source.to_dict(),
         "device": None if devices is None else devices.devices[0].name,
         "links": links,
@@ -246,7 +239,7 @@ def sweep_stages(args: Namespace, wanted: Source, file: dict[str, Any] | None = 
     }
     if not trains and sweeper.recompute:
         shown["recompute"] = "backward runs the parts again; the stages are those planned without"
-    text: list[RenderableType] = [facts(shown), "", found.table(), "", *found.refused, *advice(found)]
+    text: Lines = [facts(shown), "", found.table(), "", *found.refused, *advice(found)]
     text += [f"next: {data['next']}"] if data.get("next") else []
     files = {}
     if args.view:

@@ -35,7 +35,7 @@ from splitkit.cli.common import (
 )
 from splitkit.cli.factories import require_factory
 from splitkit.cli.mesh import REPLICAS, STAGES, ranks_of_mesh
-from splitkit.cli.outcome import FOR_PERFETTO, STDOUT, Outcome, seconds_text
+from splitkit.cli.outcome import FOR_PERFETTO, STDOUT, Lines, Outcome, seconds_text
 from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import FileError, PipelineError, UsageError
 from splitkit.pipeline.synthesize import load_order
@@ -44,7 +44,6 @@ from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import RenderableType
 
     from splitkit.cli.reference_model import ReferenceModel
     from splitkit.engine.split import Split
@@ -223,7 +222,6 @@ def _train(args: Namespace) -> dict[str, Any]:
         "peak": launcher.peak_of_process(),
     }
     return {
-        "command": "train",
         "rank": dist.get_rank(),
         "model": work.source.to_dict(),
         "note": split.plan.note,
@@ -372,7 +370,7 @@ def _ranks(data: dict[str, Any]) -> str:
     return f"{ranks}, {counts[0]} pipelines" if counts[0] > 1 else ranks
 
 
-def _text(data: dict[str, Any]) -> list[RenderableType]:
+def _text(data: dict[str, Any]) -> Lines:
     losses, check = data["losses"], data["check"]
     rows = {"schedule": f"{data['schedule']}, {data['microbatches']} microbatches on {_ranks(data)}"}
     if losses:

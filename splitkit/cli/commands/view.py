@@ -139,7 +139,6 @@ def _draw_reached(args: Namespace, error: CaptureError) -> CaptureError:
 
 def _outcome(args: Namespace, work: CapturedModel, text: str) -> Outcome:
     data: dict[str, Any] = {
-        "command": "view",
         "model": work.source.to_dict(),
         "file": str(args.output),
         "bytes": len(text.encode()),

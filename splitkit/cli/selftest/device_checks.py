@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 import splitkit as sk
-from splitkit.cli.selftest.check_runs import FAILED, MEASURED, NOT_RUN, OK, SECONDS, Finding
+from splitkit.cli.selftest.check_runs import FAILED, MEASURED, NOT_RUN, OK, SECONDS, Finding, worker
 from splitkit.costs.named import known_device
 from splitkit.engine.pair import Pair
 from splitkit.frontends.joint_capture import Joint
@@ -257,14 +257,7 @@ def _races(check: str, device: torch.device) -> Finding:
     if tool is None or device.type != "cuda":
         reason = "compute-sanitizer is not installed" if tool is None else f"it watches CUDA only, not {device}"
         return Finding(check, what, reason, "", NOT_RUN)
-    worker = [
-        sys.executable,
-        "-m",
-        "splitkit.cli.selftest.device_checks",
-        json.dumps([str(device)]),
-        json.dumps([check]),
-    ]
-    words = [tool, "--tool", "racecheck", "--error-exitcode", "9", *worker]
+    words = [tool, "--tool", "racecheck", "--error-exitcode", "9", *worker([str(device)], [check])]
     ended = subprocess.run(words, env=os.environ | {_INSIDE: "1"}, capture_output=True, text=True)
     if ended.returncode == 0:
         return Finding(check, what, "no race", "no race")

@@ -8,7 +8,7 @@ from itertools import chain, repeat
 
 from splitkit.checks import is_whole, plain_name
 from splitkit.errors import CostError, UsageError
-from splitkit.hardware.device_specs import Device, device_from_table, devices, find_device, tables_of
+from splitkit.hardware.device_specs import Device, device_from_table, device_tables, devices, find_device
 from splitkit.units import read_size
 
 MOST = 1024
@@ -148,7 +148,7 @@ def read_device_list(text: str) -> DeviceList:
 
 
 def _from_file(path: str) -> DeviceList:
-    tables = tables_of(path)
+    tables = device_tables(path)
     links = tables.pop("links", None)
     if links is not None and not isinstance(links, str):
         raise CostError("SK322", f"{path}: links is {links!r}", 'Name what connects the devices: links = "nvlink4".')
