@@ -136,8 +136,9 @@ def is_step(file: Mapping[str, Any]) -> bool:
     return file.get("what") == TRAINING or stages_of_file(file) > 0
 
 
-def prepare_for(file: Mapping[str, Any], wanted: Source, replicas: int = 1) -> CapturedModel:
+def prepare_for(args: Namespace, file: Mapping[str, Any], replicas: int = 1) -> CapturedModel:
     """Make the model of a plan file, and capture it as the plan needs it; ``replicas`` as for `prepare_step`."""
+    wanted = source.from_plan(args.target, file, args)
     return prepare_step(wanted, replicas) if is_step(file) else prepare(wanted)
 
 
@@ -288,13 +289,8 @@ def _device(text: str) -> Any:
     return described[name]
 
 
-def planned(args: Namespace) -> tuple[CapturedModel, Plan, Costs]:
-    """Return model, plan and prices for a command that splits a forward: from PLAN.json, or MODEL and a policy."""
-    return planned_by(args, plan_file(args))
-
-
 def planned_by(args: Namespace, file: dict[str, Any] | None) -> tuple[CapturedModel, Plan, Costs]:
-    """As `planned`, with the data of `plan_file`."""
+    """Return model, plan and prices for a command that splits a forward: by `plan_file`, or MODEL and a policy."""
     if file is not None:
         return _from_file(args, file)
     if args.model is not None:

@@ -498,15 +498,12 @@ class MeasuringRun(fx.Interpreter):
             found: Any = coming.pop()
             if found is not None and found not in self._met:
                 self._met.add(found)
-                self._hooks.append(found.register_prehook(self._beginning(n)))
+                self._hooks.append(found.register_prehook(partial(self._begin, n)))
                 coming += [before for before, _ in found.next_functions]
 
-    def _beginning(self, n: Node) -> Callable[[object], None]:
-        def begin(_: object) -> None:
-            self._end()
-            self._now, self._since = n, self.clock.now()
-
-        return begin
+    def _begin(self, n: Node, _: object) -> None:
+        self._end()
+        self._now, self._since = n, self.clock.now()
 
     def _end(self) -> None:
         if self._now is not None:

@@ -26,7 +26,7 @@ from splitkit.graph.ops.tuples import Known
 from splitkit.graph.ops.value_kinds import ValueKind, read_from, value_kind
 from splitkit.graph.scope import Scope, is_state_op, scopes
 from splitkit.graph.shards import is_wait
-from splitkit.graph.shared_memory import Reference, order_edges, references_of
+from splitkit.graph.shared_memory import order_edges, references_of
 from splitkit.graph.storages import (
     Lookup,
     is_symbolic,
@@ -75,7 +75,7 @@ class Dataflow:
     followers: Mapping[Node, Node]
     effects: Mapping[Node, Effects]
     bindings: Bindings
-    references: Mapping[Node, Reference]
+    references: Mapping[Node, tuple[Node, bool]]
 
     __repr__ = brief
 

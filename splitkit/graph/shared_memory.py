@@ -285,7 +285,7 @@ def order_edges(
     root: nn.Module,
     is_reference: Callable[[Node], bool],
     bindings: Bindings,
-    references: Mapping[Node, Reference],
+    references: Mapping[Node, tuple[Node, bool]],
 ) -> tuple[Mapping[Node, tuple[Node, ...]], Mapping[Node, str], frozenset[Node]]:
     """Return the order edges of a graph and the nodes that may not be copied, in time linear in nodes and edges.
 
@@ -294,7 +294,7 @@ def order_edges(
         root: the module that owns the graph's attributes.
         is_reference: whether a node only passes a reference on (getitem of a tuple).
         bindings: the attributes that opaque code may bind anew.
-        references: the views that read nothing of their bases.
+        references: what `references_of` returns.
 
     Returns:
         `Dataflow.after`, `Dataflow.once` and `Dataflow.written`.
@@ -313,9 +313,10 @@ def order_edges(
         writes, touched = memory.use(node, effect)
         before: dict[Node, None] = {}
         if node in references:
-            touched = memory.refer(node, references[node].base, touched)
+            base, may_be_early = references[node]
+            touched = memory.refer(node, base, touched)
             c = members.get(node)
-            if c in last_write and not references[node].may_be_early:
+            if c in last_write and not may_be_early:
                 before[last_write[c]] = None
         if not effect.known:
             writes[BOUND] = touched[BOUND] = None
@@ -371,22 +372,9 @@ def _reason(effect: Effects, storage_is_written: bool) -> str:
     return "its memory is written by another node" if storage_is_written else ""
 
 
-@dataclass(frozen=True)
-class Reference:
-    """A view that reads nothing of its base.
-
-    Attributes:
-        base: the node whose memory the view refers to.
-        may_be_early: whether the view may run before a write to its base that precedes it in the graph.
-    """
-
-    base: Node
-    may_be_early: bool
-
-
 def references_of(
     effects: Mapping[Node, Effects], scope: Mapping[Node, Scope], root: nn.Module, known: Known
-) -> Mapping[Node, Reference]:
+) -> Mapping[Node, tuple[Node, bool]]:
     """Return the views of a graph that read nothing of their bases.
 
     Args:
@@ -394,6 +382,9 @@ def references_of(
         scope: node -> its ambient state.
         root: the module that owns the graph's attributes.
         known: node -> whether it yields a tuple, as far as that has been answered.
+
+    Returns:
+        View -> its base, and whether the view may run before a write to the base that precedes it in the graph.
     """
     if not any(e.writes for e in effects.values()):
         return {}
@@ -403,8 +394,6 @@ def references_of(
         if node in written:  # a write to a view writes its base
             written.update(effects[node].aliases)
     return {
-        view: Reference(
-            base, view not in written and scope[view].grad is not False and is_tuple(view, root, known) is False
-        )
+        view: (base, view not in written and scope[view].grad is not False and is_tuple(view, root, known) is False)
         for view, base in found.items()
     }

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from splitkit.engine.staged_step import StagedStep
     from splitkit.memory.profile import MemoryProfile
     from splitkit.plans.policy import Policy
-    from splitkit.plans.record import Plan
     from splitkit.training.flow import JointFlow
 
 
@@ -292,7 +291,8 @@ def stage_rows(flow: JointFlow, step: StagedStep, costs: Costs) -> list[dict[str
     again = _again(flow, step, costs)
     for number, stage in enumerate(step.stages):
         seconds = {
-            half: _seconds(step.plan, half, number, costs) for half in ("forward", "backward", "input", "weight")
+            half: _sum(costs, (n for n in step.plan.members((half, number)) if n.op not in ("placeholder", "get_attr")))
+            for half in ("forward", "backward", "input", "weight")
         }
         row: dict[str, Any] = {
             "stage": number,
@@ -323,11 +323,6 @@ def _again(flow: JointFlow, step: StagedStep, costs: Costs) -> list[list[float]]
     return found
 
 
-def _seconds(plan: Plan, half: str, stage: int, costs: Costs) -> float:
-    nodes = (n for n in plan.members((half, stage)) if n.op not in ("placeholder", "get_attr"))
-    return sum(costs.seconds(n) for n in nodes)
-
-
 def stage_table(rows: list[dict[str, Any]], unit: str) -> Table:
     """Return the table of `stage_rows`."""
     split = any(row["weight"] is not None for row in rows)
@@ -339,16 +334,10 @@ def stage_table(rows: list[dict[str, Any]], unit: str) -> Table:
         "recomputed": [
             f"{row['recomputed']} ops, {duration(row['recompute'], unit)}" if row["recomputed"] else "-" for row in rows
         ],
-        **_bytes(rows, split),
-    }
-    return table(tuple(columns), list(zip(*columns.values(), strict=True)), tuple(columns)[1:])
-
-
-def _bytes(rows: list[dict[str, Any]], split: bool) -> dict[str, list[str]]:
-    return {
         "saved": [size(row["saved"]) for row in rows],
         **({"on the host": [size(row["host"]) for row in rows]} if any(row["host"] for row in rows) else {}),
         **({"waits for weight": [size(row["waiting"] or 0) for row in rows]} if split else {}),
         "sent": [size(row["sent"]) for row in rows],
         "gradients sent": [size(row["gradients_sent"]) for row in rows],
     }
+    return table(tuple(columns), list(zip(*columns.values(), strict=True)), tuple(columns)[1:])

@@ -27,5 +27,5 @@ def _own(policy: Builtin) -> dict[str, Any]:
         "signature": policy.signature,
         "doc": policy.doc,
         "from": "splitkit",
-        "command_line": policy.function is None,
+        "command_line": not policy.function,
     }

@@ -16,7 +16,7 @@ import splitkit as sk
 from splitkit.cli import launcher, source
 from splitkit.cli.commands import train
 from splitkit.cli.commands.train import ranks_of_stages, require_model
-from splitkit.cli.common import CapturedModel, plan_file, planned, prepare, with_recompute
+from splitkit.cli.common import CapturedModel, plan_file, planned_by, prepare, with_recompute
 from splitkit.cli.outcome import Lines, Outcome, seconds_text, still_pages, wrote
 from splitkit.cli.source import require_inputs
 from splitkit.engine.staged_step import StagedStep
@@ -88,7 +88,7 @@ def run(args: Namespace) -> Outcome:
 def _split(args: Namespace) -> tuple[CapturedModel, Split | None]:
     """Return the model, and its split if the command line names a plan or a policy."""
     if args.target.endswith(".json") or args.stages is not None or args.policy is not None:
-        work, plan, _ = planned(args)
+        work, plan, _ = planned_by(args, plan_file(args))
         require_inputs(work.source, "profile")
         with work.clock.step("split", "splitting"):
             return work, sk.split(work.gm, plan)

@@ -261,8 +261,7 @@ def planned_together(args: Namespace) -> tuple[CapturedModel, Plan]:
         require_policy_option(args)
         work, planned = planner(args, args.target)
         return work, planned_once(work.gm, lambda: planned()[0])
-    wanted = source.from_plan(args.target, file, args)
-    captured = prepare_for(file, wanted, getattr(args, "dp", None) or 1)
+    captured = prepare_for(args, file, getattr(args, "dp", None) or 1)
     plan = planned_once(captured.gm, lambda: decoded(captured.gm.graph, args.target, file), group_of(captured))
     return captured, plan
 
