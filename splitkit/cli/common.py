@@ -17,7 +17,9 @@ import splitkit as sk
 from splitkit.cli import factories, source
 from splitkit.cli.source import Source
 from splitkit.cli.syntax import policy_spec
+from splitkit.cli.syntax.device_list import devices_in_file
 from splitkit.errors import CaptureError, FileError, PipelineError, SplitError, UsageError, nearest
+from splitkit.hardware.device_specs import find_device
 from splitkit.testing import models
 from splitkit.testing.config_files import is_config
 from splitkit.testing.factory import is_program, with_loss
@@ -278,12 +280,10 @@ def check_drawn_schedule(args: Namespace, devices: str | None = None) -> None:
 
 def _device(text: str) -> Any:
     """Return a device by its name, or the device ``NAME`` of ``path.toml:NAME``."""
-    from splitkit.hardware.device_specs import find_device, load_devices
-
     path, colon, name = text.rpartition(":")
     if not colon:
         return find_device(text)
-    described = load_devices(path)
+    described = {device.name: device for device in devices_in_file(path).devices}
     if name not in described:
         raise UsageError("SK601", f"{path} describes no device {name!r}", f"It describes {', '.join(described)}.")
     return described[name]

@@ -34,11 +34,6 @@ OPTIONS = (
 """The options that only a placement has; not ``--memory``, which has another meaning with ``--what fwd-bwd``."""
 
 
-def has_placement_options(args: Namespace) -> bool:
-    """Return whether the command line has options of a placement."""
-    return args.memory is not None or any(getattr(args, name) is not None for name in OPTIONS)
-
-
 def refuse_with(args: Namespace, what: str, remedy: str, names: tuple[str, ...] = OPTIONS) -> None:
     """Refuse options that do not go with ``what``.
 

@@ -10,7 +10,7 @@ import operator
 import resource
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -190,7 +190,9 @@ class MeasuredRuns:
         lasting = self._state() if _leaves_state(self._flow) else None
         end = time.perf_counter() + min_run_time * len({*self._groups.values()})
         for number in range(MOST_ROUNDS):
-            is_settled = self.enough and (not self._trains or _no_faster(took))
+            # the first steps of training wait for memory that the allocator later keeps
+            no_faster = len(took) > 2 and min(took[-2:]) > 0.99 * min(took[:-2])
+            is_settled = self.enough and (no_faster or not self._trains)
             if number >= ROUNDS and time.perf_counter() >= end and is_settled:
                 return
             seconds = self._timed(lasting or self._state(), counts=number > 0 or not self._trains)
@@ -263,11 +265,6 @@ def _leaves_state(flow: Dataflow) -> bool:
         return False
     memory = memory_classes(flow.effects, flow.root)
     return all(memory.members.get(n, n) not in memory.written for n in flow.graph.find_nodes(op="placeholder"))
-
-
-def _no_faster(took: Sequence[float]) -> bool:
-    """Whether steps get no faster: the first ones wait for memory that the allocator later keeps."""
-    return len(took) > 2 and min(took[-2:]) > 0.99 * min(took[:-2])
 
 
 @contextmanager

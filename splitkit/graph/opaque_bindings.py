@@ -63,10 +63,6 @@ class Bindings:
     whole: frozenset[str] = frozenset()
     of_root: Node | None = None
 
-    def reads_one(self, node: Node) -> bool:
-        """Whether the arguments of ``node`` depend on which opaque nodes have run."""
-        return node in self.calls or any(read in self.reads for read in node.all_input_nodes)
-
 
 NO_BINDINGS = Bindings()
 

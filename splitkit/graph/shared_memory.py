@@ -320,7 +320,7 @@ def order_edges(
                 before[last_write[c]] = None
         if not effect.known:
             writes[BOUND] = touched[BOUND] = None
-        elif bindings.reads_one(node):
+        elif node in bindings.calls or any(read in bindings.reads for read in node.all_input_nodes):
             touched[BOUND] = None
         for c in touched:
             if c in last_write:

@@ -425,6 +425,8 @@ def _times(check: str, devices: Sequence[torch.device]) -> Iterator[Finding]:
 
 
 def _order(check: str, devices: Sequence[torch.device]) -> Iterator[Finding]:
+    from scipy.stats import spearmanr
+
     example = large(devices[0])
     joint = sk.capture_joint(example.model, **example.kwargs)
     primals, tangents = joint.primals(**example.kwargs), joint.tangents()
@@ -435,7 +437,7 @@ def _order(check: str, devices: Sequence[torch.device]) -> Iterator[Finding]:
     measured = _seconds([partial(lambda pair: pair.run(list(primals), tangents), one) for one in pairs], devices[0])
     for name, costs in prices.items():
         predicted = [_predicted(joint, pair, costs) for pair in pairs]
-        alike = _rank_correlation(predicted, measured)
+        alike = float(spearmanr(predicted, measured).statistic)
         figure = (
             f"rank correlation {alike:.2f}; {duration(min(measured))} to {duration(max(measured))}, "
             f"predicted {duration(min(predicted))} to {duration(max(predicted))}"
@@ -452,12 +454,6 @@ def _predicted(joint: Joint, pair: Pair, costs: Any) -> float:
     nodes = {node.name: node for node in joint.flow.nodes}
     run = [nodes[n.name] for half in (pair.forward, pair.backward) for n in half.graph.nodes if n.name in nodes]
     return float(sum(map(costs.seconds, run)))
-
-
-def _rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    from scipy.stats import spearmanr
-
-    return float(spearmanr(a, b).statistic)
 
 
 def _beside_torch(check: str, devices: Sequence[torch.device]) -> Iterator[Finding]:

@@ -141,13 +141,14 @@ def read_device_list(text: str) -> DeviceList:
         UsageError: SK601 if the text has another form, or names too many devices.
     """
     if is_file(text):
-        return _from_file(text)
+        return devices_in_file(text)
     return DeviceList(
         tuple(chain.from_iterable(repeat(find_device(name), count) for name, count in device_counts(text)))
     )
 
 
-def _from_file(path: str) -> DeviceList:
+def devices_in_file(path: str) -> DeviceList:
+    """Return the devices that a file describes; raise the errors of `read_device_list`."""
     tables = device_tables(path)
     links = tables.pop("links", None)
     if links is not None and not isinstance(links, str):
