@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli import factories, source
+from splitkit.cli.mesh import joined_mesh, links_of_mesh, read_mesh
 from splitkit.cli.source import Source
 from splitkit.cli.syntax import policy_spec
 from splitkit.cli.syntax.device_list import devices_in_file
@@ -121,8 +122,6 @@ def prepare_step(wanted: Source, replicas: int = 1) -> CapturedModel:
         raise UsageError(
             "SK601", "there is only one way to capture forward and backward", "Leave out --how and --dynamic."
         )
-    from splitkit.cli.mesh import joined_mesh, read_mesh
-
     clock = Stopwatch()
     with joined_mesh(wanted.mesh, replicas) as mesh:
         own = mesh and mesh[tuple(one.name for one in read_mesh(wanted.mesh or ""))]
@@ -215,15 +214,14 @@ def prices(work: CapturedModel, kind: str | None, training: bool | None, device:
 
     The default is the roofline of ``device``; without a device FLOPs, or 1 per node if the graph carries no sizes.
     """
-    from splitkit import costs
     from splitkit.prices import includes_backward
 
     if kind is not None:
         example = work.example
         made = kind_of_costs(work.gm, dict(example.kwargs) if example.kwargs else example.args, kind, bool(training))
     else:
-        made = costs.default(work.gm) if device is None else costs.roofline(work.gm, device)
-    return costs.training(made, work.gm) if training and not includes_backward(made) else made
+        made = sk.costs.default(work.gm) if device is None else sk.costs.roofline(work.gm, device)
+    return sk.costs.training(made, work.gm) if training and not includes_backward(made) else made
 
 
 def kind_of_costs(gm: fx.GraphModule, inputs: Any, kind: str, backward: bool = False, mesh: str | None = None) -> Costs:
@@ -236,16 +234,13 @@ def kind_of_costs(gm: fx.GraphModule, inputs: Any, kind: str, backward: bool = F
         backward: whether to measure backward too, where that is possible.
         mesh: the ranks that share the model, and the links between them, as ``--mesh`` has them.
     """
-    from splitkit import costs
-    from splitkit.cli.mesh import links_of_mesh
-
     name, _, device = kind.partition(":")
     if name in ("flops", "unit"):
-        return costs.flops(gm) if name == "flops" else costs.unit(gm)
+        return sk.costs.flops(gm) if name == "flops" else sk.costs.unit(gm)
     if name == "measured":
-        return costs.measured(gm, inputs, device or "cpu", backward=backward and (device or "cpu") == "cpu")
+        return sk.costs.measured(gm, inputs, device or "cpu", backward=backward and (device or "cpu") == "cpu")
     found = _device(device or "cpu")
-    return (costs.roofline if name == "roofline" else costs.fused)(gm, found, mesh=links_of_mesh(mesh, found))
+    return (sk.costs.roofline if name == "roofline" else sk.costs.fused)(gm, found, mesh=links_of_mesh(mesh, found))
 
 
 def check_costs(kind: str | None) -> None:
@@ -483,12 +478,11 @@ def with_recompute(plan: Plan, args: Namespace, gm: fx.GraphModule | None = None
     """
     if not args.recompute:
         return plan
-    from splitkit.graph.dataflow import analyze
     from splitkit.plans.record import check_checkpoints, checkpointed
 
     made = checkpointed(plan)
     if gm is not None:
-        check_checkpoints(analyze(gm), made)
+        check_checkpoints(sk.analyze(gm), made)
     return made
 
 
@@ -522,15 +516,13 @@ _DECIDED = ("stages", "policy", "costs", "training", "size", "how", "dynamic", "
 
 def save_stage_folder(folder: Path, split: Split | StagedStep, work: CapturedModel) -> str | None:
     """Write the stages of a split into a folder; return the reason if there are none: no pipeline, or no data."""
-    from splitkit.runtime import save_stages
-
     example = work.example
     record = {"model": source.source_record(work.source, folder), **versions()}
     inputs: Any = (tuple(example.args), dict(example.kwargs))
     if work.source.how == "decoder":
         inputs, record = None, record | {"generation": generation_record(example.model)}
     try:
-        save_stages(split, folder, inputs=inputs, record=record)
+        sk.runtime.save_stages(split, folder, inputs=inputs, record=record)
     except SplitError as error:
         if not isinstance(error, PipelineError) and error.code != "SK506":
             raise
@@ -588,9 +580,7 @@ def require_fitting_options(args: Namespace) -> None:
 
 def open_folder(args: Namespace) -> tuple[CapturedModel, StageFolder]:
     """Open the stages in a folder; make the unsplit model only on rank 0 with ``--check``."""
-    from splitkit.runtime import open_stages
-
-    held = open_stages(args.target, args.weights)
+    held = sk.runtime.open_stages(args.target, args.weights)
     held = replace(held, plan=with_part_flags(held.plan, args))
     inputs, named = held.example()
     example = Example(held.module, inputs, named)

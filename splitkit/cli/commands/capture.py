@@ -56,10 +56,8 @@ def summary(gm: fx.GraphModule) -> dict[str, Any]:
 
 
 def _flops(gm: fx.GraphModule, flow: Dataflow) -> float | None:
-    from splitkit import costs
-
-    prices = costs.default(gm)
-    return sum(prices.flops(n) for n in flow.nodes) if isinstance(prices, costs.Flops) else None
+    prices = sk.costs.default(gm)
+    return sum(prices.flops(n) for n in flow.nodes) if isinstance(prices, sk.costs.Flops) else None
 
 
 def _regions(flow: Dataflow) -> dict[str, int]:

@@ -66,9 +66,7 @@ def _stages(args: Namespace) -> int:
     """
     require_fitting_options(args)
     if is_folder(args.target):
-        from splitkit.runtime import open_stages
-
-        held = open_stages(args.target, args.weights)
+        held = sk.runtime.open_stages(args.target, args.weights)
         if args.weights is None:
             _require_no_checkpoint(_spec(held.manifest.value.get("model")), "")
         return len(held.names)
@@ -142,10 +140,9 @@ def _decoder(args: Namespace) -> tuple[Split | StageFolder, Any, dict[str, Any]]
         work, plan = planned_together(args)
         assert not work.trains, "the plan of a training step is refused before ranks start"
         return sk.split(work.gm, plan), work.source.to_dict(), {"model": work.example.model}
-    from splitkit.runtime import open_stages
     from splitkit.runtime.generation.decoder import DecoderChain
 
-    held = open_stages(args.target, args.weights)
+    held = sk.runtime.open_stages(args.target, args.weights)
     known = held.manifest.value.get("generation")
     if known is None:
         raise PipelineError(

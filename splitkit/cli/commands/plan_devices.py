@@ -26,7 +26,6 @@ from splitkit.cli.source import next_command, source_record
 from splitkit.costs import Costs
 from splitkit.errors import FileError, UsageError
 from splitkit.exports.rounding import PlanPrice, pricing_of
-from splitkit.graph.dataflow import analyze
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.order_messages import OrderedMessages
 from splitkit.pipeline.placed_prices import costs_of_plan
@@ -190,7 +189,7 @@ def plan_from_text(args: Namespace) -> Outcome:
     costs = prices(work, args.costs, args.training)
     with work.clock.step("plan", "reading the stages"):
         found = with_recompute(sk.import_plan(work.gm, text, form=args.form, costs=costs), args, work.gm)
-    flow, stages = analyze(work.gm), len(found.parts)
+    flow, stages = sk.analyze(work.gm), len(found.parts)
     if args.stages is not None and args.stages != stages:
         reason = f"--stages {args.stages}, and {args.from_file} has {stages} stages"
         raise UsageError("SK601", reason, "Leave --stages out to compare plans with the same number of stages.")

@@ -16,6 +16,7 @@ from splitkit.cli.placement import MOST_BYTES
 from splitkit.cli.source import Source, next_command, options_of_own_code, source_record
 from splitkit.cli.syntax import policy_spec
 from splitkit.errors import UsageError
+from splitkit.pipeline.schedules import schedule_named
 from splitkit.units import bounded, duration, read_percent, read_size, size
 from splitkit.view.tables import facts, table
 
@@ -93,25 +94,20 @@ def _policy(args: Namespace) -> Policy:
             remedy = "Give it to the policy: --policy \"Budget(card='24GiB', optimizer='adamw')\"."
             raise UsageError("SK601", "--optimizer cannot be combined with --policy", remedy)
         return policy_spec.parse(args.policy).build()
-    from splitkit.policies import Budget
-
     if args.optimizer is not None:
         return _card(args)
     if args.memory == "least":
-        return Budget("least")
+        return sk.policies.Budget("least")
     share = read_percent(args.memory)
     if share is None and _SHARE.fullmatch(args.memory) and float(args.memory) <= 1:
         share = float(args.memory)
     if share is None:
         _require_size(args.memory, "Write bytes, 2GiB, a share of what can be saved (50%), or least.")
-    return Budget(args.memory if share is None else share)
+    return sk.policies.Budget(args.memory if share is None else share)
 
 
 def _in_stages(args: Namespace) -> Policy:
     """Return the policy of ``--stages``; backward is divided where the schedule divides it."""
-    from splitkit.pipeline.schedules import schedule_named
-    from splitkit.policies import Pipeline, SplitBackward
-
     if args.optimizer == "none":
         reason = "--stages of a training step have an optimizer, --optimizer none is for inference"
         raise UsageError("SK601", reason, "Leave one of them out.")
@@ -119,18 +115,17 @@ def _in_stages(args: Namespace) -> Policy:
         _require_size(args.memory, "With --stages, --memory is the memory of each device: write bytes, or 24GiB.")
     schedule = schedule_named("1f1b" if args.schedule is None else args.schedule)
     links = None if args.links == "none" else args.links
-    found = Pipeline(
+    found = sk.policies.Pipeline(
         args.stages, schedule.word, args.microbatches, memory=args.memory, links=links, optimizer=args.optimizer
     )
-    return SplitBackward(policy=found) if schedule.divided else found
+    return sk.policies.SplitBackward(policy=found) if schedule.divided else found
 
 
 def _card(args: Namespace) -> Policy:
     """Return a budget for all that training holds on a card."""
-    from splitkit.policies import Budget
-
     _require_size(args.memory, "With --optimizer, --memory is the memory of the whole card: write bytes, or 24GiB.")
-    return Budget(card=args.memory, optimizer=None if args.optimizer == "none" else args.optimizer)
+    optimizer = None if args.optimizer == "none" else args.optimizer
+    return sk.policies.Budget(card=args.memory, optimizer=optimizer)
 
 
 def _require_size(memory: str, remedy: str) -> None:

@@ -58,17 +58,10 @@ if TYPE_CHECKING:
 
 def require_usable(args: Namespace) -> None:
     """Refuse options that need ``--checkpoint`` or ``--nproc``, and a folder with another run's checkpoints."""
-    given = {
-        "--resume": args.resume,
-        "--every": args.every is not None,
-        "--keep": args.keep is not None,
-        "--async-save": args.async_save,
-        "--skip-failed-saves": args.skip_failed_saves,
-        "--max-restarts": args.max_restarts is not None,
-    }
     if args.checkpoint is None:
-        if needy := [word for word, is_given in given.items() if is_given]:
-            raise UsageError("SK601", f"{needy[0]} needs a folder", "Add --checkpoint FOLDER.")
+        needy = ("resume", "every", "keep", "async_save", "skip_failed_saves", "max_restarts")
+        if given := [name.replace("_", "-") for name in needy if getattr(args, name) not in (None, False)]:
+            raise UsageError("SK601", f"--{given[0]} needs a folder", "Add --checkpoint FOLDER.")
         return
     if args.max_restarts is not None and args.nproc is None:
         remedy = "Add --nproc N, or give it to torchrun: torchrun --max-restarts N ... -m splitkit train ... --resume"
@@ -500,9 +493,7 @@ def require_model(args: Namespace, file: dict[str, Any] | None, command: str) ->
 
 
 def _require_folder(args: Namespace) -> None:
-    from splitkit.runtime import open_stages
-
-    held = open_stages(args.target, args.weights)
+    held = sk.runtime.open_stages(args.target, args.weights)
     files = [str(row["file"].text()) for row in held.manifest["stages"].items()]
     if missing := [file for file in files if not (Path(args.target) / file).is_file()]:
         reason = f"{args.target} has no {missing[0]}, which its manifest names"
