@@ -268,16 +268,16 @@ def _leaves_state(flow: Dataflow) -> bool:
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Callable[[], None]]:
-    """Show a progress bar on standard error while ops are measured, if that is a terminal."""
+def progress(total: int, what: str = "measuring", hidden: bool = False) -> Iterator[Callable[..., None]]:
+    """Show a progress bar on standard error while ops run, if that is a terminal; yield what advances the bar."""
     from rich.console import Console
     from rich.progress import Progress
 
     # a slow refresh, as the thread that draws the bar competes with the ops
-    hidden = not sys.stderr.isatty()
+    hidden = hidden or not sys.stderr.isatty()
     with Progress(console=Console(stderr=True), transient=True, refresh_per_second=2, disable=hidden) as bar:
-        task = bar.add_task("measuring", total=total)
-        yield lambda: bar.advance(task)
+        task = bar.add_task(what, total=total)
+        yield lambda **shown: bar.update(task, advance=1, **shown)
 
 
 # Prices of nodes that were measured: of forward alone, or of forward and backward.

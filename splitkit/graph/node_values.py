@@ -117,8 +117,6 @@ T = TypeVar("T")
 
 NO_SIZES: Mapping[str, int] = MappingProxyType({})
 
-_LEAVES = (int, float, bool, str, type(None), torch.dtype, torch.device)  # known leaves of pytrees, for speed
-
 
 @dataclass(frozen=True)
 class StandIn:
@@ -141,7 +139,8 @@ class StandIn:
     @property
     def key(self) -> Hashable:
         """A key equal for calls of one target on arguments of the same shapes, strides, dtypes, devices and values."""
-        return self.target, self.autocast, self._print((self.args, self.kwargs))
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        return self.target, self.autocast, str(spec), *map(self._fingerprint, leaves)
 
     def run(self, watch: Callable[..., Any], mode: FakeTensorMode | None = None) -> Any:
         """Return ``watch(call, *args, **kwargs)`` on fakes of ``mode``, without autograd; ``call`` runs the target.
@@ -176,18 +175,6 @@ class StandIn:
             made = _torch.NEG_VIEW(made) if leaf.is_neg() else made
             return (made.conj() if leaf.is_conj() else made).requires_grad_(leaf.requires_grad)
         return hint(leaf, self.sizes) if isinstance(leaf, torch.SymInt) else leaf
-
-    def _print(self, tree: Any) -> Hashable:
-        """Return a hashable copy of a pytree, with fingerprints for its leaves."""
-        kind = type(tree)
-        if kind is tuple or kind is list:
-            return (kind, *map(self._print, tree))
-        if kind is dict:
-            return (kind, *tree, *map(self._print, tree.values()))
-        if isinstance(tree, torch.Tensor) or kind in _LEAVES:
-            return self._fingerprint(tree)
-        leaves, spec = pytree.tree_flatten(tree)
-        return str(spec), *map(self._fingerprint, leaves)
 
     def _fingerprint(self, leaf: Any) -> Hashable:
         if isinstance(leaf, torch.Tensor):

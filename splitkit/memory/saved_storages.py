@@ -324,15 +324,10 @@ class BackwardTemporaries:
         if body_graphs(self.gm, node):
             return _guess(self.gm, node)
         call = stand_in(self.gm, node, NO_SIZES, scope.autocast)
-        flags = tuple(self._flags(node))
+        leaves = pytree.tree_leaves((node.args, node.kwargs))
+        flags = tuple(isinstance(leaf, Node) and leaf in self.requires for leaf in leaves)
         watch = _CallRun(flags, scope.grad is not False)
         return self._calls.ask(call, watch, lambda: _guess(self.gm, node), watch)
-
-    def _flags(self, node: Node) -> list[bool]:
-        """Return for each leaf of the arguments whether it is a node whose value requires grad."""
-        flat = not node.kwargs and not any(isinstance(a, tuple | list | dict) for a in node.args)
-        leaves = node.args if flat else pytree.tree_leaves((node.args, node.kwargs))
-        return [isinstance(a, Node) and a in self.requires for a in leaves]
 
 
 @dataclass(frozen=True)

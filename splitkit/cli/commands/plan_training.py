@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import splitkit as sk
 from splitkit.cli import placement, source
 from splitkit.cli.common import TRAINING, CapturedModel, check_costs, decoded, kind_of_costs, prepare_step, versions
-from splitkit.cli.outcome import Lines, Outcome, seconds_text, wrote
+from splitkit.cli.outcome import Lines, Outcome, drawn, seconds_text, wrote
 from splitkit.cli.placement import MOST_BYTES
 from splitkit.cli.source import Source, next_command, options_of_own_code, source_record
 from splitkit.cli.syntax import policy_spec
@@ -75,9 +75,7 @@ def plan_step(args: Namespace) -> Outcome:
         record = source.source_record(work.source, args.output)
         files[args.output] = {**pair.plan.to_dict(), "model": record, "what": TRAINING, **versions()}
     if args.view:
-        from splitkit.view.renderers import html
-
-        files[args.view] = page = html(pair, costs=costs, title=work.source.spec)
+        files[args.view] = page = drawn(args.view, pair, costs=costs, title=work.source.spec)
         text.append(wrote(args.view, page))
     return Outcome(data, text, files=files)
 
@@ -237,9 +235,7 @@ def stages_outcome(
     ]
     files: dict[str, Mapping[str, Any] | str] = {}
     if args.view:
-        from splitkit.view.renderers import html
-
-        files[args.view] = page = html(step, costs=costs, title=made.spec)
+        files[args.view] = page = drawn(args.view, step, costs=costs, title=made.spec)
         text.append(wrote(args.view, page))
     if args.output:
         record = source_record(made, args.output)

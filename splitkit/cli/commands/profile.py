@@ -6,7 +6,6 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -214,7 +213,7 @@ def _profile(args: Namespace) -> dict[str, Any]:
         with untouched(work.example.model):  # each rank has written the buffers of its own stages only
             return measurements.run_steps(pipeline(split, order, group=group), batch, args.repeat)
 
-    with progress(1 + len(orders)) if dist.get_rank() == 0 else nullcontext(lambda: None) as advance:
+    with progress(1 + len(orders), hidden=dist.get_rank() > 0) as advance:
         in_turn = measurements.one_by_one(widest, count)
         alone = measured(in_turn)
         times = {key: found for actions in from_every(alone.actions, group) for key, found in actions.items()}

@@ -15,7 +15,7 @@ from splitkit.cli import placement, source
 from splitkit.cli.commands import plan_training as trainplan
 from splitkit.cli.commands.plan_training import priced_step
 from splitkit.cli.common import TRAINING, CapturedModel, check_costs, decoded, prepare, prepare_step, prices, read_plan
-from splitkit.cli.outcome import Lines, Outcome, seconds_text, still_pages, wrote
+from splitkit.cli.outcome import Lines, Outcome, drawn, seconds_text, still_pages, wrote
 from splitkit.cli.source import Source
 from splitkit.cli.syntax import device_list
 from splitkit.cli.syntax.device_list import DeviceList
@@ -160,9 +160,7 @@ def _frontier(args: Namespace, wanted: Source, file: dict[str, Any] | None) -> O
         titles = (of, "of all", "recompute and waiting", "of the step", other, "on the host")
     files, written = {}, []
     if args.view:
-        from splitkit.view.renderers import html
-
-        files[args.view] = page = html(frontier, title=f"frontier of {work.source.spec}")
+        files[args.view] = page = drawn(args.view, frontier, title=f"frontier of {work.source.spec}")
         written = [wrote(args.view, page)]
     shown: Lines = [text, "", table(titles, _cells(rows, frontier, of, other), titles), *written]
     return Outcome(data, shown, files=files)

@@ -13,7 +13,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+
 import splitkit as sk
+from splitkit._torch import group_of_dimensions
 from splitkit.cli import DIFFERENT, launcher, source
 from splitkit.cli.common import (
     TRAINING,
@@ -36,15 +40,15 @@ from splitkit.cli.common import (
 from splitkit.cli.factories import require_factory
 from splitkit.cli.mesh import REPLICAS, STAGES, ranks_of_mesh
 from splitkit.cli.outcome import FOR_PERFETTO, STDOUT, Lines, Outcome, seconds_text
+from splitkit.costs.measuring_run import progress
 from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import FileError, PipelineError, UsageError
+from splitkit.graph.shards import local_tensor
 from splitkit.pipeline.synthesize import load_order
 from splitkit.units import size
 from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
-    import torch
-
     from splitkit.cli.reference_model import ReferenceModel
     from splitkit.engine.split import Split
     from splitkit.pipeline.order import PipelineOrder
@@ -181,10 +185,7 @@ def _rank(args: Namespace) -> Outcome:
 
 
 def _train(args: Namespace) -> dict[str, Any]:
-    import torch.distributed as dist
-
     from splitkit.cli.reference_model import ReferenceModel
-    from splitkit.graph.shards import local_tensor
     from splitkit.runtime.ranks.pipeline import pipeline
     from splitkit.runtime.ranks.rank_agreement import from_every
 
@@ -261,8 +262,6 @@ def planned_together(args: Namespace) -> tuple[CapturedModel, Plan]:
 
 def group_of(work: CapturedModel) -> Any:
     """Return the ranks with the stages of this rank's share of the model; ``None`` for all ranks."""
-    from splitkit._torch import group_of_dimensions
-
     return None if work.mesh is None else group_of_dimensions(work.mesh, STAGES, REPLICAS)
 
 
@@ -272,8 +271,6 @@ def schedule_or_order(word: str) -> str | PipelineOrder:
 
 
 def _optimizer(args: Namespace, parameters: Iterable[Any]) -> Any:
-    import torch
-
     rate = args.lr if args.lr is not None else RATES[args.optimizer]
     if args.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=rate)
@@ -288,12 +285,10 @@ def _steps(
     beside: ReferenceModel | None,
     saved: CheckpointFolder | None,
 ) -> dict[str, Any]:
-    import torch.distributed as dist
-
     from splitkit.runtime.ranks.measurements import StepRecorder
 
     losses, times, skipped, recorder, first = list[float](), list[float](), list[str](), None, pipe.steps
-    with _bar(dist.get_rank(), args.steps - first) as advance:
+    with progress(args.steps - first, "training", hidden=dist.get_rank() > 0) as advance:
         for step in range(first, args.steps):
             batch = batch_of(work, pipe.microbatches, step)
             start = time.perf_counter()
@@ -308,7 +303,7 @@ def _steps(
             else:
                 beside.step(batch, each, optimizer)
             optimizer.zero_grad()
-            advance(losses[-1])
+            advance(description=f"loss {losses[-1]:.4f}")
             skipped += save(args, saved, step + 1)
     if saved is not None:
         saved.wait()
@@ -343,18 +338,6 @@ def _require_numbers(losses: torch.Tensor | None, step: int) -> torch.Tensor:
             "Lower --lr." if step else "Correct the model or its inputs: no optimizer step has been made yet.",
         )
     return losses
-
-
-@contextmanager
-def _bar(rank: int, steps: int) -> Iterator[Any]:
-    """Show a progress bar with the loss on the terminal of rank 0."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    hidden = bool(rank) or not sys.stderr.isatty()
-    with Progress(console=Console(stderr=True), transient=True, disable=hidden) as bar:
-        task = bar.add_task("training", total=steps)
-        yield lambda loss: bar.update(task, advance=1, description=f"loss {loss:.4f}")
 
 
 def _ranks(data: dict[str, Any]) -> str:
