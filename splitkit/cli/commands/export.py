@@ -107,14 +107,8 @@ def _training_step(args: Namespace, file: Mapping[str, Any]) -> Outcome:
 
 
 def _outcome(args: Namespace, found: Export, data: dict[str, Any]) -> Outcome:
-    files: dict[str, Mapping[str, Any] | str] = {}
-    written = []
-    if args.output:
-        files[args.output] = found.text
-        written.append(f"wrote {args.output}")
-    if args.order:
-        files[args.order] = found.schedule_csv
-        written.append(f"wrote {args.order}")
+    both = {args.output: found.text, args.order: found.schedule_csv}
+    files = {path: text for path, text in both.items() if path}
     rounding = found.rounding
     price = "not rounded: the plan cuts between layers" if rounding is None else str(rounding)
     data = {
@@ -133,7 +127,7 @@ def _outcome(args: Namespace, found: Export, data: dict[str, Any]) -> Outcome:
         "file": args.output,
         **data,
     }
-    text: Lines = [facts({"price": price, "where": found.where}), *written]
+    text: Lines = [facts({"price": price, "where": found.where}), *(f"wrote {path}" for path in files)]
     if not args.output:
         text += ["", found.text.rstrip()]
     return Outcome(data, text, files=files)
