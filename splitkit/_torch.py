@@ -108,6 +108,30 @@ def inputs_of(node: fx.Node) -> Collection[fx.Node]:
     return node._input_nodes.keys()
 
 
+_LIBRARY = torch.library.Library("splitkit", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def define_op(
+    schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], *, inference: bool = False, **options: str
+) -> Any:
+    """Define an operator of ``torch.ops.splitkit`` and return its overload; nothing in this is private to torch.
+
+    Args:
+        schema: its name, arguments and results.
+        kernel: what it does, on all devices.
+        fake: the same on fake tensors.
+        inference: whether it runs for inference only: torch would warn of gradients when a plan looks for them.
+        options: further options of ``torch.library.Library.define``.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, **options)  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    if inference:
+        _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"splitkit::{name}", fake, lib=_LIBRARY, allow_override=True)
+    return getattr(torch.ops.splitkit, name).default
+
+
 def schema_of(op: Any) -> Any:
     """Return the schema of an overload: name, arguments, returns (2.11, 2.13, 2.15)."""
     return op._schema

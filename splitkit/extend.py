@@ -12,6 +12,7 @@ closes a mode of your own. `StageCosts` and `PipelineOrder` describe your own st
 `splitkit.simulate_schedule`. `partition_fn` is for code that calls AOTAutograd itself.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from splitkit import checks
@@ -72,15 +73,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load names of higher packages on first use, since policies import this module and need none of them."""
-    if name == "partition_fn":
-        from splitkit.frontends.aot import partition_fn
-
-        return partition_fn
-    if name == "annotate_onnx":
-        from splitkit.exports.onnx_stages import annotate_onnx
-
-        return annotate_onnx
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    homes = {"partition_fn": "splitkit.frontends.aot", "annotate_onnx": "splitkit.exports.onnx_stages"}
+    if name not in homes:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(homes[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from splitkit.short_repr import brief
@@ -18,14 +19,11 @@ class LazyPrices(Mapping[str, float]):
     """Prices by the name of a node, found when somebody first reads them: most plans are never written to a file."""
 
     def __init__(self, find: Callable[[], dict[str, float]]) -> None:
-        self._find: Callable[[], dict[str, float]] = find
-        self._found: dict[str, float] | None = None
+        self._find = find
 
-    @property
+    @cached_property
     def _rows(self) -> dict[str, float]:
-        if self._found is None:
-            self._found = self._find()
-        return self._found
+        return self._find()
 
     def __getitem__(self, name: str) -> float:
         return self._rows[name]

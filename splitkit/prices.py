@@ -54,12 +54,17 @@ def includes_backward(costs: object) -> bool:
     return hasattr(costs, "backward")
 
 
+def asked_of_costs(costs: object, name: str) -> Any:
+    """Return an attribute of costs, or of those that they wrap; ``None`` if none has it."""
+    given = as_given(costs)
+    while not hasattr(given, name) and (inner := getattr(given, "costs", None)) is not None:
+        given = as_given(inner)
+    return getattr(given, name, None)
+
+
 def kernels_of(costs: object) -> str | None:
     """Return the kernels of the device that costs are for; ``None`` if they are for no known device."""
-    given = as_given(costs)
-    while (inner := getattr(given, "costs", None)) is not None:
-        given = as_given(inner)
-    kernels = getattr(getattr(given, "device", None), "kernels", None)
+    kernels = getattr(asked_of_costs(costs, "device"), "kernels", None)
     return kernels if isinstance(kernels, str) else None
 
 

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     with remembered_interrupts() as interrupt:
         try:
-            return _parse_and_run(words)
+            return _run(words)
         except BrokenPipeError:
             return _reader_has_gone()
         except KeyboardInterrupt:
@@ -59,17 +59,12 @@ def exit_code(error: Exception) -> int:
     return USAGE if isinstance(error, UsageError) else ERROR
 
 
-def _parse_and_run(words: list[str]) -> int:
-    parser = make_parser()
+def _run(words: list[str]) -> int:
     try:
-        args = parser.parse_args(words)
+        args = make_parser().parse_args(words)
     except SystemExit as done:  # --help and --version
         sys.stdout.flush()
         return int(done.code or 0)
-    return _run(args)
-
-
-def _run(args: Namespace) -> int:
     check_outputs(args)
     quiet = nullcontext() if args.debug else _silence()
     with quiet, redirect_stdout(sys.stderr) if args.json else nullcontext(), _own_output():
@@ -81,7 +76,7 @@ def _run(args: Namespace) -> int:
     if outcome.quiet:
         return outcome.code
     if args.json:
-        print(json.dumps(jsonable(outcome.data), indent=1, allow_nan=False))
+        print(json.dumps(jsonable({"command": args.command, **outcome.data}), indent=1, allow_nan=False))
     else:
         from splitkit.view.console import show
 

@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli import factories, source
+from splitkit.cli.mesh import joined_mesh, links_of_mesh, read_mesh
 from splitkit.cli.source import Source
 from splitkit.cli.syntax import policy_spec
+from splitkit.cli.syntax.device_list import devices_in_file
 from splitkit.errors import CaptureError, FileError, PipelineError, SplitError, UsageError, nearest
+from splitkit.hardware.device_specs import find_device
 from splitkit.testing import models
 from splitkit.testing.config_files import is_config
 from splitkit.testing.factory import is_program, with_loss
@@ -119,8 +122,6 @@ def prepare_step(wanted: Source, replicas: int = 1) -> CapturedModel:
         raise UsageError(
             "SK601", "there is only one way to capture forward and backward", "Leave out --how and --dynamic."
         )
-    from splitkit.cli.mesh import joined_mesh, read_mesh
-
     clock = Stopwatch()
     with joined_mesh(wanted.mesh, replicas) as mesh:
         own = mesh and mesh[tuple(one.name for one in read_mesh(wanted.mesh or ""))]
@@ -136,8 +137,9 @@ def is_step(file: Mapping[str, Any]) -> bool:
     return file.get("what") == TRAINING or stages_of_file(file) > 0
 
 
-def prepare_for(file: Mapping[str, Any], wanted: Source, replicas: int = 1) -> CapturedModel:
+def prepare_for(args: Namespace, file: Mapping[str, Any], replicas: int = 1) -> CapturedModel:
     """Make the model of a plan file, and capture it as the plan needs it; ``replicas`` as for `prepare_step`."""
+    wanted = source.from_plan(args.target, file, args)
     return prepare_step(wanted, replicas) if is_step(file) else prepare(wanted)
 
 
@@ -212,15 +214,14 @@ def prices(work: CapturedModel, kind: str | None, training: bool | None, device:
 
     The default is the roofline of ``device``; without a device FLOPs, or 1 per node if the graph carries no sizes.
     """
-    from splitkit import costs
     from splitkit.prices import includes_backward
 
     if kind is not None:
         example = work.example
         made = kind_of_costs(work.gm, dict(example.kwargs) if example.kwargs else example.args, kind, bool(training))
     else:
-        made = costs.default(work.gm) if device is None else costs.roofline(work.gm, device)
-    return costs.training(made, work.gm) if training and not includes_backward(made) else made
+        made = sk.costs.default(work.gm) if device is None else sk.costs.roofline(work.gm, device)
+    return sk.costs.training(made, work.gm) if training and not includes_backward(made) else made
 
 
 def kind_of_costs(gm: fx.GraphModule, inputs: Any, kind: str, backward: bool = False, mesh: str | None = None) -> Costs:
@@ -233,16 +234,13 @@ def kind_of_costs(gm: fx.GraphModule, inputs: Any, kind: str, backward: bool = F
         backward: whether to measure backward too, where that is possible.
         mesh: the ranks that share the model, and the links between them, as ``--mesh`` has them.
     """
-    from splitkit import costs
-    from splitkit.cli.mesh import links_of_mesh
-
     name, _, device = kind.partition(":")
     if name in ("flops", "unit"):
-        return costs.flops(gm) if name == "flops" else costs.unit(gm)
+        return sk.costs.flops(gm) if name == "flops" else sk.costs.unit(gm)
     if name == "measured":
-        return costs.measured(gm, inputs, device or "cpu", backward=backward and (device or "cpu") == "cpu")
+        return sk.costs.measured(gm, inputs, device or "cpu", backward=backward and (device or "cpu") == "cpu")
     found = _device(device or "cpu")
-    return (costs.roofline if name == "roofline" else costs.fused)(gm, found, mesh=links_of_mesh(mesh, found))
+    return (sk.costs.roofline if name == "roofline" else sk.costs.fused)(gm, found, mesh=links_of_mesh(mesh, found))
 
 
 def check_costs(kind: str | None) -> None:
@@ -277,24 +275,17 @@ def check_drawn_schedule(args: Namespace, devices: str | None = None) -> None:
 
 def _device(text: str) -> Any:
     """Return a device by its name, or the device ``NAME`` of ``path.toml:NAME``."""
-    from splitkit.hardware.device_specs import find_device, load_devices
-
     path, colon, name = text.rpartition(":")
     if not colon:
         return find_device(text)
-    described = load_devices(path)
+    described = {device.name: device for device in devices_in_file(path).devices}
     if name not in described:
         raise UsageError("SK601", f"{path} describes no device {name!r}", f"It describes {', '.join(described)}.")
     return described[name]
 
 
-def planned(args: Namespace) -> tuple[CapturedModel, Plan, Costs]:
-    """Return model, plan and prices for a command that splits a forward: from PLAN.json, or MODEL and a policy."""
-    return planned_by(args, plan_file(args))
-
-
 def planned_by(args: Namespace, file: dict[str, Any] | None) -> tuple[CapturedModel, Plan, Costs]:
-    """As `planned`, with the data of `plan_file`."""
+    """Return model, plan and prices for a command that splits a forward: by `plan_file`, or MODEL and a policy."""
     if file is not None:
         return _from_file(args, file)
     if args.model is not None:
@@ -363,11 +354,19 @@ def plan_file(args: Namespace, takes: Collection[str] = ()) -> dict[str, Any] | 
 
 
 def read_plan(path: str) -> dict[str, Any]:
-    """Return the data of a plan file; raise the errors of `plan_file`."""
+    """Return the data of a plan file, before the model is made; raise the errors of `plan_file`."""
     from splitkit.plans import plan_file
 
     data = plan_file.read_json(path)
-    _require_plan(path, data)
+    if data.get("kind") != "splitkit plan":
+        what = data.get("kind") or (f"what `splitkit {data['command']} --json` prints" if "command" in data else "")
+        found = f": it is {what}" if isinstance(what, str) and what.isprintable() and what else ""
+        raise FileError(
+            "SK501", f"{path} is not a splitkit plan{found}", "Make one with `splitkit plan MODEL ... -o FILE`."
+        )
+    # names are printed: escape codes in a plan must not reach the terminal
+    if not all(text.isprintable() for text in _strings(data)):
+        raise FileError("SK501", f"{path} is damaged: it has control characters", "Plan again.")
     return data
 
 
@@ -398,20 +397,6 @@ def _from_file(args: Namespace, data: dict[str, Any]) -> tuple[CapturedModel, Pl
             return work, plan, prices(work, args.costs, args.training)
         costs = costs_of_plan(plan, work.gm)
         return work, plan, with_backward(costs, sk.analyze(work.gm)) if args.training else costs
-
-
-def _require_plan(path: str, data: dict[str, Any]) -> None:
-    """Refuse a file that is not a plan, before the model is made."""
-    if data.get("kind") != "splitkit plan":
-        what = data.get("kind") or (f"what `splitkit {data['command']} --json` prints" if "command" in data else "")
-        found = f": it is {what}" if isinstance(what, str) and what.isprintable() and what else ""
-        raise FileError(
-            "SK501", f"{path} is not a splitkit plan{found}", "Make one with `splitkit plan MODEL ... -o FILE`."
-        )
-    if not all(
-        text.isprintable() for text in _strings(data)
-    ):  # names are printed: escape codes in a plan must not reach the terminal
-        raise FileError("SK501", f"{path} is damaged: it has control characters", "Plan again.")
 
 
 def _strings(data: Any) -> Iterator[str]:
@@ -493,12 +478,11 @@ def with_recompute(plan: Plan, args: Namespace, gm: fx.GraphModule | None = None
     """
     if not args.recompute:
         return plan
-    from splitkit.graph.dataflow import analyze
     from splitkit.plans.record import check_checkpoints, checkpointed
 
     made = checkpointed(plan)
     if gm is not None:
-        check_checkpoints(analyze(gm), made)
+        check_checkpoints(sk.analyze(gm), made)
     return made
 
 
@@ -532,15 +516,13 @@ _DECIDED = ("stages", "policy", "costs", "training", "size", "how", "dynamic", "
 
 def save_stage_folder(folder: Path, split: Split | StagedStep, work: CapturedModel) -> str | None:
     """Write the stages of a split into a folder; return the reason if there are none: no pipeline, or no data."""
-    from splitkit.runtime import save_stages
-
     example = work.example
     record = {"model": source.source_record(work.source, folder), **versions()}
     inputs: Any = (tuple(example.args), dict(example.kwargs))
     if work.source.how == "decoder":
         inputs, record = None, record | {"generation": generation_record(example.model)}
     try:
-        save_stages(split, folder, inputs=inputs, record=record)
+        sk.runtime.save_stages(split, folder, inputs=inputs, record=record)
     except SplitError as error:
         if not isinstance(error, PipelineError) and error.code != "SK506":
             raise
@@ -598,9 +580,7 @@ def require_fitting_options(args: Namespace) -> None:
 
 def open_folder(args: Namespace) -> tuple[CapturedModel, StageFolder]:
     """Open the stages in a folder; make the unsplit model only on rank 0 with ``--check``."""
-    from splitkit.runtime import open_stages
-
-    held = open_stages(args.target, args.weights)
+    held = sk.runtime.open_stages(args.target, args.weights)
     held = replace(held, plan=with_part_flags(held.plan, args))
     inputs, named = held.example()
     example = Example(held.module, inputs, named)

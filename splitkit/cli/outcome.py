@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from splitkit import files
 from splitkit.errors import FileError, SplitError, UsageError
@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 
     from splitkit.plans.record import Plan
 
+Lines: TypeAlias = "list[RenderableType]"
+"""What a command prints: strings and rich tables."""
+
 
 @dataclass(frozen=True)
 class Outcome:
     """The result of a command, which `splitkit.cli.main` prints.
 
     Attributes:
-        data: what ``--json`` prints.
+        data: what ``--json`` prints, after the name of the command.
         text: strings and rich tables for people.
         code: the exit code.
         files: path -> text, or data to write as JSON, before anything is printed.
@@ -81,7 +84,8 @@ def check_outputs(args: Namespace) -> None:
             setattr(args, option, path)
         wanted["-o" if option == "output" else f"--{option}"] = path
     for option, path in wanted.items():
-        _require_other(option, path, args)
+        if any(_same(path, source) for source in _inputs(args)):
+            raise UsageError("SK603", f"{option} {path} would overwrite what this command reads", "Name another file.")
         _require_page(option, path, args.command)
     for (one, path), (other, again) in combinations(wanted.items(), 2):
         if _same(path, again):  # the second would overwrite the first
@@ -99,12 +103,6 @@ def check_outputs(args: Namespace) -> None:
             files.require_writable(path)
         except (OSError, ValueError) as error:
             raise files.refusal(path, error) from error
-
-
-def _require_other(option: str, path: str, args: Namespace) -> None:
-    for source in _inputs(args):
-        if _same(path, source):
-            raise UsageError("SK603", f"{option} {path} would overwrite what this command reads", "Name another file.")
 
 
 def _require_page(option: str, path: str, command: str) -> None:

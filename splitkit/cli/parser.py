@@ -18,7 +18,6 @@ from splitkit.cli.syntax.options import (
     add_model_options,
     add_number,
     add_optimizer,
-    add_output,
     add_plan_or_model,
     add_plan_target,
     add_policy_options,
@@ -127,7 +126,7 @@ def _plan(commands: Commands[Parser]) -> None:
     add_training(prices)
     add_model_options(parser)
     output = parser.add_argument_group("output")
-    add_output(output)
+    output.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON (- for standard output)")
     add_view(output, "the plan, as splitkit view draws it")
     output.add_argument("--trace", metavar="FILE", help="with --schedule: write the timeline for Perfetto")
     output.add_argument(

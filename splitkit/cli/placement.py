@@ -34,11 +34,6 @@ OPTIONS = (
 """The options that only a placement has; not ``--memory``, which has another meaning with ``--what fwd-bwd``."""
 
 
-def has_placement_options(args: Namespace) -> bool:
-    """Return whether the command line has options of a placement."""
-    return args.memory is not None or any(getattr(args, name) is not None for name in OPTIONS)
-
-
 def refuse_with(args: Namespace, what: str, remedy: str, names: tuple[str, ...] = OPTIONS) -> None:
     """Refuse options that do not go with ``what``.
 
@@ -205,12 +200,6 @@ class Placement:
             _require_alike(args, devices)
         objective = args.objective or "throughput"
         stages = args.stages
-        if objective == "tokens" and devices is not None and not devices.alike:
-            remedy = "Name one kind, 2xrtx-3090, or give --stages 2 --memory 24GiB,16GiB; or use --tokens N."
-            raise UsageError("SK601", "the largest cache is planned for devices of one kind", remedy)
-        if args.chunk is not None and devices is not None and not devices.alike:
-            remedy = "Name one kind, 2xrtx-3090, or give --stages 2 --memory 24GiB,16GiB; or leave --chunk out."
-            raise UsageError("SK601", "--chunk is for devices of one kind", remedy)
         if devices is not None and devices.alike and objective != "latency":
             a_rank = 1 if args.schedule is None else schedule_named(args.schedule).usual_stages_per_rank
             stages = len(devices.devices) * a_rank
@@ -267,17 +256,12 @@ class Placement:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the placement as plain data."""
+        as_given = ("stages", "schedule", "microbatches", "memory", "links", "optimizer", "objective")
         return {
             "devices": None if self.devices is None else [device.name for device in self.devices.devices],
-            "stages": self.stages,
-            "schedule": self.schedule,
-            "microbatches": self.microbatches,
-            "memory": list(self.memory) if isinstance(self.memory, tuple) else self.memory,
-            "links": self.links,
-            "optimizer": self.optimizer,
-            "objective": self.objective,
+            **{name: getattr(self, name) for name in as_given},
             "tokens": self.tokens or None,
-            "replicas": list(self.replicas),
+            "replicas": self.replicas,
         }
 
     def facts(self) -> dict[str, str]:
@@ -328,3 +312,10 @@ def _require_alike(args: Namespace, devices: DeviceList) -> None:
                 f"--{name} gives each node one price, but these devices differ: {devices}",
                 f"Leave --{name} out: each device has the prices of its roofline; --optimizer adam adds backward.",
             )
+    instead = "Name one kind, 2xrtx-3090, or give --stages 2 --memory 24GiB,16GiB"
+    if args.objective == "tokens":
+        raise UsageError(
+            "SK601", "the largest cache is planned for devices of one kind", f"{instead}; or use --tokens N."
+        )
+    if args.chunk is not None:
+        raise UsageError("SK601", "--chunk is for devices of one kind", f"{instead}; or leave --chunk out.")

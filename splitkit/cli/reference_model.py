@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch.optim import Optimizer
 
 from splitkit.cli.common import CapturedModel, example_of
 from splitkit.errors import PipelineError
@@ -30,9 +31,6 @@ from splitkit.testing.pipeline_check import (
     module_calls,
     relative_difference,
 )
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 Batch = tuple[Sequence[Any], Mapping[str, Any]]
 

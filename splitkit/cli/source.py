@@ -15,6 +15,7 @@ from typing import Any
 
 from splitkit.checks import is_whole
 from splitkit.cli import factories
+from splitkit.cli.mesh import ranks_of_mesh, read_mesh
 from splitkit.errors import FileError, SplitError, UsageError, nearest
 from splitkit.testing.config_files import checkpoint_beside, is_config
 from splitkit.testing.factory import LOSSES
@@ -153,8 +154,6 @@ def next_command(
     if source.how == "decoder":
         return shlex.join([*words, *asks])
     if ranks:
-        from splitkit.cli.mesh import ranks_of_mesh
-
         words += ["--nproc", str(ranks * ranks_of_mesh(source.mesh)), "--schedule", schedule]
         words += [] if microbatches is None else ["--microbatches", str(microbatches)]
     return shlex.join([*words, "--check"])
@@ -256,8 +255,6 @@ def recorded(path: str, record: Any) -> Source:
 
 
 def _is_mesh(text: str) -> bool:
-    from splitkit.cli.mesh import read_mesh
-
     try:
         return bool(read_mesh(text))
     except SplitError:

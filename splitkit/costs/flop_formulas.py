@@ -334,7 +334,8 @@ class Flops(GraphCosts):
             return Count(0, sum(elements(t) for t in tensors(node.meta.get("val"))))
         if node.target is torch.ops.higher_order.cond:
             return max(counts, key=lambda c: c.flops)
-        return _sum(counts, body_calls(node))
+        times = body_calls(node)
+        return Count(times * sum(c.counted for c in counts), times * sum(c.written for c in counts))
 
     def _of_graph(self, body: fx.GraphModule) -> Count:
         counts = [self._counted_in(body, node) for node in body.graph.nodes]
@@ -359,13 +360,6 @@ class CountedCosts(GraphCosts):
     def flops(self, node: Node) -> float:
         """As `splitkit.costs.flops`."""
         return self.counter.flops(node)
-
-
-def _sum(counts: list[Count], times: int) -> Count:
-    return Count(
-        times * sum(c.counted for c in counts),
-        times * sum(c.written for c in counts),
-    )
 
 
 def counted_bodies(root: nn.Module, node: Node) -> list[fx.GraphModule]:
@@ -399,7 +393,7 @@ def _elements(node: Node) -> int:
 
 def _fresh(target: Any, made: list[torch.Tensor], inputs: Any) -> tuple[bool, ...]:
     """Return for each result whether it was written: no view of an input and no uninitialized memory."""
-    if _allocates(target):
+    if op_name(target).removeprefix("new_").startswith("empty"):
         return (False,) * len(made)
     if _writes(target):
         return (True,) * len(made)
@@ -411,10 +405,6 @@ def only_written(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     """Return the arguments that an op without results writes, as ``_foreach_add_`` and fused optimizers do."""
     schema = getattr(target, "_schema", None)  # OpOverload._schema, .returns: 2.11, 2.13, 2.15
     return [] if schema is None or schema.returns else written_arguments(target, args, kwargs)
-
-
-def _allocates(target: Any) -> bool:
-    return op_name(target).removeprefix("new_").startswith("empty")
 
 
 def _writes(target: Any) -> bool:

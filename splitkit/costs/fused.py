@@ -279,11 +279,6 @@ class Fusion:
         self.kernels = list(dict.fromkeys(self.kernel.values()))
         self._look_through()
 
-    @property
-    def generated(self) -> list[Kernel]:
-        """The kernels that a compiler would generate, second ones last; all others are library calls."""
-        return [*(kernel for kernel in self.kernels if kernel.loop is not None), *self.second.values()]
-
     def maker(self, read: Node) -> Node:
         """Return the node that makes a value: the maker of its tuple, or the node itself."""
         while read in self._behind and read.target is operator.getitem:

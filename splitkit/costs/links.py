@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf
@@ -245,7 +244,7 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
     if latency < 0:
         latency, slope = 0.0, float((n / t).sum() / ((n / t) ** 2).sum())
     if slope <= 0:  # larger copies took no longer: the times show latency only
-        return Link(math.inf, float(t.mean()))
+        return Link(inf, float(t.mean()))
     return Link(float(1 / slope), float(latency))
 
 

@@ -7,9 +7,10 @@ nodes have one price. The arguments are those of a real run, so that indices, la
 from __future__ import annotations
 
 import operator
+import resource
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,6 +42,15 @@ from splitkit.graph.storages import storage_key, tensors
 from splitkit.short_repr import brief
 
 _BUSY = ", which was busy with other work: the prices may be too high"
+ROUNDS = 3
+"""The least number of runs that are timed."""
+MOST_ROUNDS = 9
+"""The most runs that are timed, however long each takes to settle."""
+
+Seconds = tuple[float, float]
+"""Seconds of forward and of backward."""
+_Times = tuple[Mapping[Node, float], Mapping[Node, float]]
+"""Node -> its seconds in forward, and the same of backward."""
 
 
 def measured(
@@ -105,11 +115,11 @@ def measured(
     on_gpu = where.type == "cuda"
     chosen: AbstractContextManager[Any] = torch.cuda.device(where) if on_gpu else nullcontext()
     with progress(1 + MOST_ROUNDS) as advance, torch.random.fork_rng([where] if on_gpu else []), chosen:
-        runs = _Runs(flow, where, inputs, backward, advance)
+        runs = MeasuredRuns(flow, where, inputs, backward, advance)
         runs.take(min_run_time)
     seconds = dict.fromkeys(flow.graph.nodes, (0.0, 0.0)) | runs.seconds()
     workspace = dict.fromkeys(flow.graph.nodes, 0) | runs.workspace
-    busy = not runs.forward.quiet
+    busy = not runs.quiet
     note = f"measured on {where}{_BUSY if busy else ''}{', forward and backward' if backward else ''}"
     found = Measured(flow.root, where, note, busy, counter, seconds, workspace)
     if not backward:
@@ -146,19 +156,20 @@ def require_steps(flow: Dataflow, device: torch.device) -> None:
         )
 
 
-class _Runs:
+class MeasuredRuns:
     """The runs of one graph, always from the same inputs and random state.
 
     Attributes:
-        forward: the times of forward.
-        backward: the times of backward.
+        quiet: for each run without other work on the machine the seconds of nodes in forward and in backward.
+        busy: the same for each run on a busy machine; they count only if there are no others.
         workspace: node -> bytes.
     """
 
     def __init__(
         self, flow: Dataflow, device: torch.device, inputs: Any, trains: bool, advance: Callable[[], None]
     ) -> None:
-        self.forward, self.backward = MeasuredRuns(), MeasuredRuns()
+        self.quiet: list[_Times] = []
+        self.busy: list[_Times] = []
         self.workspace: dict[Node, int] = {}
         self._flow, self._device, self._inputs, self._trains, self._advance = flow, device, inputs, trains, advance
         self._groups: dict[Node, Hashable] = {}
@@ -177,15 +188,35 @@ class _Runs:
         self._advance()
         took = list[float]()
         lasting = self._state() if _leaves_state(self._flow) else None
-        settled = lambda: self.forward.enough and (not self._trains or _no_faster(took))  # noqa: E731
-        for number in timing_rounds(len({*self._groups.values()}), min_run_time, settled):
+        end = time.perf_counter() + min_run_time * len({*self._groups.values()})
+        for number in range(MOST_ROUNDS):
+            # the first steps of training wait for memory that the allocator later keeps
+            no_faster = len(took) > 2 and min(took[-2:]) > 0.99 * min(took[:-2])
+            is_settled = self.enough and (no_faster or not self._trains)
+            if number >= ROUNDS and time.perf_counter() >= end and is_settled:
+                return
             seconds = self._timed(lasting or self._state(), counts=number > 0 or not self._trains)
             took += [seconds] if number else []
 
-    def seconds(self) -> dict[Node, tuple[float, float]]:
-        """Return node -> the seconds of its group in forward and in backward."""
-        forward, backward = self.forward.seconds(self._groups), self.backward.seconds(self._groups)
-        return {node: (forward[node], backward[node]) for node in self._groups}
+    @property
+    def enough(self) -> bool:
+        """Whether there was a quiet run, or so many busy runs that none is to be expected."""
+        return bool(self.quiet) or len(self.busy) >= 2 * ROUNDS
+
+    def seconds(self) -> dict[Node, Seconds]:
+        """Return node -> the mean times of its group's nodes, each in the run where that mean is least.
+
+        The least mean counts because other work only adds time. It is a mean within one run so that the prices of all
+        nodes add up to the time of a run. A node that is missing in a run took 0.
+        """
+        members: dict[Hashable, list[Node]] = {}
+        for node, group in self._groups.items():
+            members.setdefault(group, []).append(node)
+        runs, found = self.quiet or self.busy, dict[Node, Seconds]()
+        for nodes in members.values():
+            forward, backward = (min(fmean(run[half].get(n, 0.0) for n in nodes) for run in runs) for half in (0, 1))
+            found |= dict.fromkeys(nodes, (forward, backward))
+        return found
 
     def _state(self) -> tuple[Private, Any]:
         private = Private(self._flow, self._device, trained=self._trains)
@@ -202,9 +233,7 @@ class _Runs:
             run.measure(values)
         self._groups = self._groups or {node: node for node in run.seconds}
         if counts:
-            busy = run.clock.is_busy()
-            self.forward.add(run.seconds, busy=busy)
-            self.backward.add(run.backward, busy=busy)
+            (self.busy if run.clock.is_busy() else self.quiet).append((run.seconds, run.backward))
         self._advance()
         return sum(run.seconds.values()) + sum(run.backward.values())
 
@@ -238,31 +267,20 @@ def _leaves_state(flow: Dataflow) -> bool:
     return all(memory.members.get(n, n) not in memory.written for n in flow.graph.find_nodes(op="placeholder"))
 
 
-def _no_faster(took: Sequence[float]) -> bool:
-    """Whether steps get no faster: the first ones wait for memory that the allocator later keeps."""
-    return len(took) > 2 and min(took[-2:]) > 0.99 * min(took[:-2])
-
-
 @contextmanager
-def progress(total: int) -> Iterator[Callable[[], None]]:
-    """Show a progress bar on standard error while ops are measured, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda: None
-        return
+def progress(total: int, what: str = "measuring", hidden: bool = False) -> Iterator[Callable[..., None]]:
+    """Show a progress bar on standard error while ops run, if that is a terminal; yield what advances the bar."""
     from rich.console import Console
     from rich.progress import Progress
 
     # a slow refresh, as the thread that draws the bar competes with the ops
-    with Progress(console=Console(stderr=True), transient=True, refresh_per_second=2) as bar:
-        task = bar.add_task("measuring", total=total)
-        yield lambda: bar.advance(task)
+    hidden = hidden or not sys.stderr.isatty()
+    with Progress(console=Console(stderr=True), transient=True, refresh_per_second=2, disable=hidden) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda **shown: bar.update(task, advance=1, **shown)
 
 
 # Prices of nodes that were measured: of forward alone, or of forward and backward.
-
-
-Seconds = tuple[float, float]
-"""Seconds of forward and of backward."""
 
 
 @dataclass(frozen=True)
@@ -351,68 +369,6 @@ class MeasuredSteps(Measured):
     def flops(self, node: Node) -> float:
         """FLOPs of forward and backward, by formula."""
         return self.formula.flops(node)
-
-
-# Take the times of ops from several runs of a graph, of which some may be disturbed by other work.
-
-
-ROUNDS = 3
-"""The least number of runs that are timed."""
-MOST_ROUNDS = 9
-"""The most runs that are timed, however long each takes to settle."""
-
-
-class MeasuredRuns:
-    """The times of several runs of one graph; runs on a busy machine count only if there are no others."""
-
-    def __init__(self) -> None:
-        self._quiet: list[Mapping[Node, float]] = []
-        self._busy: list[Mapping[Node, float]] = []
-
-    @property
-    def quiet(self) -> bool:
-        """Whether there was a run without other work on the machine."""
-        return bool(self._quiet)
-
-    @property
-    def enough(self) -> bool:
-        """Whether there was a quiet run, or so many busy runs that none is to be expected."""
-        return self.quiet or len(self._busy) >= 2 * ROUNDS
-
-    def add(self, seconds: Mapping[Node, float], *, busy: bool) -> None:
-        """Add a run: node -> its seconds; a missing node took 0."""
-        (self._busy if busy else self._quiet).append(seconds)
-
-    def seconds(self, groups: Mapping[Node, Hashable]) -> dict[Node, float]:
-        """Return node -> the mean time of its group's nodes, in the run where that mean is least.
-
-        The least mean counts because other work only adds time. It is a mean within one run so that the prices of all
-        nodes add up to the time of a run.
-
-        Args:
-            groups: node -> its group.
-        """
-        members: dict[Hashable, list[Node]] = {}
-        for node, group in groups.items():
-            members.setdefault(group, []).append(node)
-        runs = self._quiet or self._busy
-        least = {group: min(fmean(run.get(n, 0.0) for n in nodes) for run in runs) for group, nodes in members.items()}
-        return {node: least[group] for node, group in groups.items()}
-
-
-def timing_rounds(groups: int, min_run_time: float, settled: Callable[[], bool]) -> Iterator[int]:
-    """Yield the numbers of runs: at least `ROUNDS`, then more while time is left or the runs have not settled.
-
-    Args:
-        groups: number of groups to time.
-        min_run_time: seconds per group.
-        settled: whether runs get no faster, or one of them was not disturbed.
-    """
-    end = time.perf_counter() + min_run_time * groups
-    for number in range(MOST_ROUNDS):
-        if number >= ROUNDS and time.perf_counter() >= end and settled():
-            return
-        yield number
 
 
 # Run a graph, or a training step of it, and time each op where it stands among the others.
@@ -539,15 +495,12 @@ class MeasuringRun(fx.Interpreter):
             found: Any = coming.pop()
             if found is not None and found not in self._met:
                 self._met.add(found)
-                self._hooks.append(found.register_prehook(self._beginning(n)))
+                self._hooks.append(found.register_prehook(partial(self._begin, n)))
                 coming += [before for before, _ in found.next_functions]
 
-    def _beginning(self, n: Node) -> Callable[[object], None]:
-        def begin(_: object) -> None:
-            self._end()
-            self._now, self._since = n, self.clock.now()
-
-        return begin
+    def _begin(self, n: Node, _: object) -> None:
+        self._end()
+        self._now, self._since = n, self.clock.now()
 
     def _end(self) -> None:
         if self._now is not None:
@@ -644,9 +597,6 @@ def _is_view(result: Any, given: Any) -> bool:
 # The kernel also tells whether a machine was busy: it sums up how long runnable threads waited for a processor.
 
 
-with suppress(ImportError):  # not on Windows
-    import resource
-
 WAITED = 0.05
 """Share of wall time: a computation that waits longer for a processor ran on a busy machine."""
 _WORKED = 0.9  # share of wall time: less CPU time shows a busy machine where the kernel does not report waiting
@@ -684,9 +634,7 @@ class OwnTime:
 
 
 def voluntary_switches() -> int:
-    """Return the voluntary context switches of the calling thread; 0 where they are not counted."""
-    if sys.platform == "win32":
-        return 0
+    """Return the voluntary context switches of the calling thread, or of the process where only those are counted."""
     return resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_nvcsw
 
 

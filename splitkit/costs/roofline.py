@@ -42,7 +42,7 @@ from splitkit.graph.shards import collective_group
 from splitkit.graph.storages import registered_tensors, storage_key, tensors, value_of
 from splitkit.hardware.device_specs import Device, find_device
 from splitkit.hardware.link_specs import Link, find_link
-from splitkit.prices import Costs, as_given
+from splitkit.prices import Costs, asked_of_costs
 from splitkit.short_repr import brief
 
 
@@ -83,14 +83,10 @@ class Roofline(CountedCosts):
     tf32: bool = False
     mesh: Mapping[str, Link] = field(default_factory=dict, compare=False)
     counter: Flops = field(kw_only=True, repr=False, compare=False)
-    _scopes: dict[Node, Scope] = field(init=False, repr=False, compare=False)
     _found: dict[Node, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     _bodies: dict[fx.GraphModule, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     __repr__ = brief
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_scopes", dict(scopes(self.gm.graph)[0]))
 
     @property
     def note(self) -> str:
@@ -111,16 +107,20 @@ class Roofline(CountedCosts):
         return self._found[node]
 
     @cached_property
+    def _scopes(self) -> Mapping[Node, Scope]:
+        return scopes(self.gm.graph)[0]
+
+    @cached_property
     def _shares(self) -> Mapping[Node, float]:
         """Node of decomposed attention -> the seconds of the fused kernel per second of the nodes."""
         found: dict[Node, float] = {}
-        for kernel in decomposed_attention(self.gm.graph) if not self.device.is_cpu else ():
-            counts = {node: self.counter.count(node) for node in kernel.nodes}
+        for nodes, share, moved in decomposed_attention(self.gm.graph) if not self.device.is_cpu else ():
+            counts = {node: self.counter.count(node) for node in nodes}
             work = [(node, count) for node, count in counts.items() if count.counted]
             compute = sum(count.counted / self.device.rate(self._dtype(node, count)) for node, count in work)
-            seconds = max(kernel.work * compute, kernel.moved / self.device.bandwidth) + self.device.launch
-            if seconds < (decomposed := sum(map(self.alone, kernel.nodes))):
-                found |= dict.fromkeys(kernel.nodes, seconds / decomposed)
+            seconds = max(share * compute, moved / self.device.bandwidth) + self.device.launch
+            if seconds < (decomposed := sum(map(self.alone, nodes))):
+                found |= dict.fromkeys(nodes, seconds / decomposed)
         return found
 
     def _of(self, node: Node) -> float:
@@ -226,23 +226,11 @@ _RECOMPUTED = 5 / 4
 """Products of a fused backward, which computes the scores again, per product of the decomposed one."""
 
 
-@dataclass(frozen=True)
-class AttentionKernel:
-    """One fused kernel instead of some nodes.
+def decomposed_attention(graph: fx.Graph) -> Iterator[tuple[list[Node], float, int]]:
+    """Yield the fused kernels of decomposed attention in a joint graph: of each forward, and of its backward if any.
 
-    Attributes:
-        nodes: the nodes.
-        work: FLOPs of the kernel per FLOP of its nodes.
-        moved: bytes that it reads and writes.
+    Each is told by the nodes that it replaces, its FLOPs per FLOP of these, and the bytes that it reads and writes.
     """
-
-    nodes: tuple[Node, ...]
-    work: float
-    moved: int
-
-
-def decomposed_attention(graph: fx.Graph) -> Iterator[AttentionKernel]:
-    """Yield the kernels of each decomposed attention of a joint graph: of its forward, and of its backward if any."""
     late, calls = backward_nodes(graph), dict[object, list[Node]]()
     for node in graph.nodes:
         # Dynamo's note of the call that a node comes from: ("scaled_dot_product_attention_1", the function)
@@ -258,9 +246,9 @@ def decomposed_attention(graph: fx.Graph) -> Iterator[AttentionKernel]:
         if not any("softmax" in op_name(node.target) for node in nodes):
             continue
         moved = _crossing(nodes, lambda node: node not in late)
-        yield AttentionKernel(tuple(nodes), 1.0, moved)
+        yield nodes, 1.0, moved
         if back := [node for forward in nodes for node in owned.get(forward, ())]:
-            yield AttentionKernel(tuple(back), _RECOMPUTED, moved + _crossing(back, late.__contains__))
+            yield back, _RECOMPUTED, moved + _crossing(back, late.__contains__)
 
 
 def _crossing(nodes: list[Node], counts: Callable[[Node], bool]) -> int:
@@ -426,10 +414,7 @@ def collective_seconds(node: Node, links: Mapping[str, Link]) -> float | None:
 
 def mesh_of(costs: Costs) -> Mapping[str, Link]:
     """Return dimension of a mesh -> the link between its ranks, as far as prices know them."""
-    given: Any = as_given(costs)
-    while not hasattr(given, "mesh") and (inner := getattr(given, "costs", None)) is not None:
-        given = as_given(inner)
-    found: Mapping[str, Link] = getattr(given, "mesh", {})
+    found: Mapping[str, Link] = asked_of_costs(costs, "mesh") or {}
     return found
 
 

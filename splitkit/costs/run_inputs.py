@@ -71,7 +71,9 @@ class Private:
             }
             made: nn.Module = copy.deepcopy(module, memo).to(self.device)
             for graph_module in (m for m in made.modules() if isinstance(m, fx.GraphModule)):
-                self._move_devices(graph_module)
+                for node in graph_module.graph.nodes:
+                    node.args, node.kwargs = self.moved(node.args), self.moved(node.kwargs)
+                graph_module.recompile()
             self._modules[id(module)] = made
         return self._modules[id(module)]
 
@@ -101,11 +103,6 @@ class Private:
         if tensor.is_meta:
             raise unfit_inputs_error(f"a tensor of shape {list(tensor.shape)} lies on meta and has no data")
         return tensor.to(self.device)
-
-    def _move_devices(self, gm: fx.GraphModule) -> None:
-        for node in gm.graph.nodes:
-            node.args, node.kwargs = self.moved(node.args), self.moved(node.kwargs)
-        gm.recompile()
 
 
 def measuring_device(device: torch.device | str) -> torch.device:

@@ -291,20 +291,14 @@ class BackwardKernels:
                     value = value_in(root, read)
                     key = read if read.op != "get_attr" else id(value)
                     terms[key] += 1
-                    owner.setdefault(key, (node if read.op in ("get_attr", "placeholder") else _maker(read), value))
+                    maker = node if read.op in ("get_attr", "placeholder") else self._flow.producer(read)
+                    owner.setdefault(key, (maker, value))
         for key, (node, value) in owner.items():
             if isinstance(value, torch.Tensor) and terms[key] > 1:
                 call = StandIn(torch.ops.aten.add.Tensor, (value, value), {}, NO_SIZES, ())
                 if (addition := self._calls.ask(call, _added, lambda: None, _added)) is not None:
                     found.setdefault(node, []).extend([addition.backward] * (terms[key] - 1))
         return found
-
-
-def _maker(node: Node) -> Node:
-    """Return the op that made a value, also one in its tuple."""
-    while node.target is operator.getitem and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from bisect import bisect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import getitem
@@ -26,7 +26,7 @@ from splitkit.graph.ops.tuples import Known
 from splitkit.graph.ops.value_kinds import ValueKind, read_from, value_kind
 from splitkit.graph.scope import Scope, is_state_op, scopes
 from splitkit.graph.shards import is_wait
-from splitkit.graph.shared_memory import Reference, order_edges, references_of
+from splitkit.graph.shared_memory import order_edges, references_of
 from splitkit.graph.storages import (
     Lookup,
     is_symbolic,
@@ -40,6 +40,7 @@ from splitkit.prices import Costs
 from splitkit.short_repr import brief
 
 T = TypeVar("T")
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Dataflow:
     followers: Mapping[Node, Node]
     effects: Mapping[Node, Effects]
     bindings: Bindings
-    references: Mapping[Node, Reference]
+    references: Mapping[Node, tuple[Node, bool]]
 
     __repr__ = brief
 
@@ -171,12 +172,9 @@ def analyze(gm: fx.GraphModule) -> Dataflow:
     effects, bindings = bindings_of(effects, gm)
     followers = _followers(effects, gm, memo.tuples)
     references = references_of(effects, scope, gm, memo.tuples)
-    order = order_edges(effects, gm, followers.__contains__, bindings, references)
+    after, once, written = order_edges(effects, gm, followers.__contains__, bindings, references)
     index = {n: i for i, n in enumerate(graph.nodes)}
-    once, written = order.once, order.written
-    return Dataflow(
-        graph, gm, index, order.after, scope, final, once, written, followers, effects, bindings, references
-    )
+    return Dataflow(graph, gm, index, after, scope, final, once, written, followers, effects, bindings, references)
 
 
 def facts_of(given: object) -> Dataflow:
@@ -327,13 +325,18 @@ def enough_nodes(flow: Dataflow, parts: int) -> None:
         )
 
 
+def nodes_after(before: Mapping[Key, Iterable[Key]]) -> dict[Key, list[Key]]:
+    """Return node -> the nodes that must run after it; nodes of a graph, or keys in their place."""
+    after: dict[Key, list[Key]] = {node: [] for node in before}
+    for node, earlier in before.items():
+        for n in earlier:
+            after[n].append(node)
+    return after
+
+
 def readers_of(flow: Dataflow) -> dict[Node, list[Node]]:
     """Return placeable node -> the placeable nodes that read it or an item of its tuple, in graph order."""
-    readers: dict[Node, list[Node]] = {node: [] for node in flow.nodes}
-    for node in flow.nodes:
-        for read in flow.inputs(node):
-            readers[read].append(node)
-    return readers
+    return nodes_after({node: flow.inputs(node) for node in flow.nodes})
 
 
 def given_back(flow: Dataflow) -> set[Node]:
@@ -407,11 +410,7 @@ def _books(flow: Dataflow) -> list[Node]:
     """Return, in graph order, the nodes that write memory or make a new state and are read by no node, and those of
     their module that only these read.
     """
-    given, found = given_back(flow), set[Node]()
-    readers: dict[Node, list[Node]] = {node: [] for node in flow.nodes}
-    for node, before in flow.waits.items():
-        for first in before:
-            readers[first].append(node)
+    given, readers, found = given_back(flow), nodes_after(flow.waits), set[Node]()
     for node in reversed(flow.nodes):
         owner, isolated = module_path(node), not flow.waits[node]
         if readers[node]:

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
 from torch.fx import Node
 
 from splitkit._torch import inputs_of
-from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.dataflow import Dataflow, nodes_after
 from splitkit.graph.shared_memory import GIVEN
 
 Before = Mapping[Node, Iterable[Node]]
 """Node -> the nodes that must run before it, each once."""
 _Key = TypeVar("_Key", int, tuple[int, int])
-_Node = TypeVar("_Node", bound=Hashable)
-
-
-def nodes_after(before: Mapping[_Node, Iterable[_Node]]) -> dict[_Node, list[_Node]]:
-    """Return node -> the nodes that must run after it; nodes of a graph, or keys in their place."""
-    after: dict[_Node, list[_Node]] = {node: [] for node in before}
-    for node, earlier in before.items():
-        for n in earlier:
-            after[n].append(node)
-    return after
 
 
 def lowest_first(waits: Mapping[_Key, Collection[_Key]]) -> list[_Key]:

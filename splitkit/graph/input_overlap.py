@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, List, NamedTuple, cast  # noqa: UP035
 
 import numpy as np
@@ -138,26 +139,21 @@ def overlap(a: ByteRange, b: ByteRange) -> bool:
         return True
     try:
         base = min(a.start, b.start)
-        return bool(np.shares_memory(_Bytes(a, base).array(), _Bytes(b, base).array(), max_work=cast(Any, _LIMIT)))
+        return bool(np.shares_memory(_as_array(a, base), _as_array(b, base), max_work=cast(Any, _LIMIT)))
     except np.exceptions.TooHardError:
         return True
 
 
-class _Bytes:
-    """A block as a numpy array of which only the addresses are used; its bytes are never read."""
-
-    def __init__(self, block: ByteRange, base: int) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": "|u1",
-            "data": (block.start - base + 4096, True),  # not 0, which numpy takes for a missing address
-            "shape": (*block.shape, block.width),
-            "strides": (*block.strides, 1),
-        }
-
-    def array(self) -> Any:
-        """Return the numpy array."""
-        return np.asarray(self)
+def _as_array(block: ByteRange, base: int) -> Any:
+    """Return a block as a numpy array of which only the addresses are used; its bytes are never read."""
+    described = {
+        "version": 3,
+        "typestr": "|u1",
+        "data": (block.start - base + 4096, True),  # not 0, which numpy takes for a missing address
+        "shape": (*block.shape, block.width),
+        "strides": (*block.strides, 1),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=described))
 
 
 def refuse_shared(given: List[Tensor], whole: bool, table: str) -> None:  # noqa: UP006
@@ -260,20 +256,13 @@ def _refuse(*items: _Row, hidden: bool = False) -> None:
     )
 
 
-_LIBRARY = torch.library.Library("splitkit", "FRAGMENT")  # type: ignore[no-untyped-call]
-# CONSERVATIVE: otherwise TorchScript assumes that an operator without outputs has no effects, and removes it.
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "refuse_shared(Tensor[] given, int[] owners, bool whole, str table) -> ()", alias_analysis="CONSERVATIVE"
+_REFUSE_SHARED = _torch.define_op(
+    "refuse_shared(Tensor[] given, int[] owners, bool whole, str table) -> ()",
+    _compare,
+    lambda given, owners, whole, table: None,
+    alias_analysis="CONSERVATIVE",  # otherwise TorchScript assumes that it has no effects, and removes it
 )
-_LIBRARY.impl("refuse_shared", _compare, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake(
-    "splitkit::refuse_shared", lambda given, owners, whole, table: None, lib=_LIBRARY, allow_override=True
-)
-CHECKS: tuple[Any, ...] = (
-    refuse_shared,
-    torch.ops.splitkit.refuse_shared,
-    torch.ops.splitkit.refuse_shared.default,
-)
+CHECKS: tuple[Any, ...] = (refuse_shared, torch.ops.splitkit.refuse_shared, _REFUSE_SHARED)
 """The targets of nodes that are such checks."""
 for _check in CHECKS:
     torch.fx.node.has_side_effect(_check)

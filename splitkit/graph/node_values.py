@@ -20,7 +20,7 @@ from splitkit._torch import FakeTensorMode, HigherOrderOperator, OpOverload, pyt
 from splitkit.errors import GraphError, listed
 from splitkit.graph.dataflow import Dataflow, facts_of
 from splitkit.graph.input_overlap import check_nodes
-from splitkit.graph.ops import effects_of
+from splitkit.graph.ops import PURE, Effects, effects_of
 from splitkit.graph.ops.facts import Described
 from splitkit.graph.scope import is_state_op
 from splitkit.graph.storages import attribute, owned_tensors, plain_size, tensors, value_of
@@ -117,8 +117,6 @@ T = TypeVar("T")
 
 NO_SIZES: Mapping[str, int] = MappingProxyType({})
 
-_LEAVES = (int, float, bool, str, type(None), torch.dtype, torch.device)  # known leaves of pytrees, for speed
-
 
 @dataclass(frozen=True)
 class StandIn:
@@ -141,7 +139,8 @@ class StandIn:
     @property
     def key(self) -> Hashable:
         """A key equal for calls of one target on arguments of the same shapes, strides, dtypes, devices and values."""
-        return self.target, self.autocast, self._print((self.args, self.kwargs))
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        return self.target, self.autocast, str(spec), *map(self._fingerprint, leaves)
 
     def run(self, watch: Callable[..., Any], mode: FakeTensorMode | None = None) -> Any:
         """Return ``watch(call, *args, **kwargs)`` on fakes of ``mode``, without autograd; ``call`` runs the target.
@@ -176,18 +175,6 @@ class StandIn:
             made = _torch.NEG_VIEW(made) if leaf.is_neg() else made
             return (made.conj() if leaf.is_conj() else made).requires_grad_(leaf.requires_grad)
         return hint(leaf, self.sizes) if isinstance(leaf, torch.SymInt) else leaf
-
-    def _print(self, tree: Any) -> Hashable:
-        """Return a hashable copy of a pytree, with fingerprints for its leaves."""
-        kind = type(tree)
-        if kind is tuple or kind is list:
-            return (kind, *map(self._print, tree))
-        if kind is dict:
-            return (kind, *tree, *map(self._print, tree.values()))
-        if isinstance(tree, torch.Tensor) or kind in _LEAVES:
-            return self._fingerprint(tree)
-        leaves, spec = pytree.tree_flatten(tree)
-        return str(spec), *map(self._fingerprint, leaves)
 
     def _fingerprint(self, leaf: Any) -> Hashable:
         if isinstance(leaf, torch.Tensor):
@@ -396,17 +383,12 @@ class Gradients:
 
         A tensor that is made empty and then filled does not require grad when it is made, but does when it is read.
         """
-        found = set[Hashable]()
-        for node in self.needed:
-            effects = self._flow.effects.get(node)
-            found.update(self._memory[written] for written in (effects.writes if effects is not None else ()))
+        found = {self._memory[written] for node in self.needed for written in self._effects(node).writes}
         return self.needed | {node for node, memory in self._memory.items() if memory in found}
 
     def _visit(self, root: nn.Module, node: Node) -> None:
-        effects = self._flow.effects.get(node)
-        aliases = effects.aliases if effects is not None else ()
-        cut = self._is_cut(node)
-        self._memory[node] = self._memory[aliases[0]] if aliases and not cut else node
+        effects, cut = self._effects(node), self._is_cut(node)
+        self._memory[node] = self._memory[effects.aliases[0]] if effects.aliases and not cut else node
         if node.op in ("placeholder", "get_attr"):
             value = operator.attrgetter(str(node.target))(root) if node.op == "get_attr" else value_of(node)
             if isinstance(value, torch.Tensor) and value.requires_grad:
@@ -415,19 +397,22 @@ class Gradients:
             return
         reads = frozenset(n for n in _sources(node) if self._memory[n] in self._live and _is_float(n))
         self.reads[node] = reads
-        written = effects.writes if effects is not None else ()
-        if cut or not (written or _is_float(node)) or not (reads or _module_requires_grad(root, node)):
+        module = target_of(root, node) if node.op == "call_module" else None
+        trains = isinstance(module, nn.Module) and any(p.requires_grad for p in module.parameters())
+        if cut or not (effects.writes or _is_float(node)) or not (reads or trains):
             return
         self.needed.add(node)
-        self._live.update(self._memory[n] for n in (node, *written))
+        self._live.update(self._memory[n] for n in (node, *effects.writes))
+
+    def _effects(self, node: Node) -> Effects:
+        return self._flow.effects.get(node, PURE)
 
     def _wanted(self, graph: fx.Graph) -> set[Node]:
         """Return the nodes that the outputs depend on, through results and through memory written before."""
         wanted, memory = set[Node](), set[Hashable]()
         for node in reversed(graph.nodes):
-            effects = self._flow.effects.get(node)
-            written = effects.writes if effects is not None else ()
-            if node in wanted or node.op == "output" or any(self._memory[n] in memory for n in written):
+            written = (self._memory[n] for n in self._effects(node).writes)
+            if node in wanted or node.op == "output" or not memory.isdisjoint(written):
                 wanted.add(node)
                 reads = self.reads.get(node, frozenset()) if node in self.needed or node.op == "output" else ()
                 wanted.update(reads)
@@ -448,11 +433,6 @@ def _sources(node: Node) -> Sequence[Node]:
     if node.op in ("call_function", "call_method") and op_name(node.target) in _FORMED:
         return [n for n in node.args[:1] if isinstance(n, Node)]
     return node.all_input_nodes
-
-
-def _module_requires_grad(root: nn.Module, node: Node) -> bool:
-    module = target_of(root, node) if node.op == "call_module" else None
-    return isinstance(module, nn.Module) and any(p.requires_grad for p in module.parameters())
 
 
 def _is_float(node: Node) -> bool:

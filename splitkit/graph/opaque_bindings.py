@@ -30,6 +30,7 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
@@ -61,10 +62,6 @@ class Bindings:
     opaque: tuple[Node, ...] = ()
     whole: frozenset[str] = frozenset()
     of_root: Node | None = None
-
-    def reads_one(self, node: Node) -> bool:
-        """Whether the arguments of ``node`` depend on which opaque nodes have run."""
-        return node in self.calls or any(read in self.reads for read in node.all_input_nodes)
 
 
 NO_BINDINGS = Bindings()
@@ -112,10 +109,7 @@ def _code_of(node: Node, root: nn.Module) -> list[object]:
 def _bindings(
     effects: Mapping[Node, Effects], root: nn.Module, opaque: list[Node], reaches: Mapping[Node, Reach]
 ) -> Bindings:
-    called: dict[Node, Any] = {}
-    for node in effects:
-        if node.op == "call_module":
-            called[node] = attribute(root, str(node.target))
+    called: dict[Node, Any] = {n: attribute(root, str(n.target)) for n in effects if n.op == "call_module"}
     reached = {i for found in reaches.values() for i in found.modules}
     shared = [n for n, found in reaches.items() if found.everything]
     if shared:  # code that may reach any module may reach each module that the graph calls
@@ -136,10 +130,11 @@ def _bindings(
         elif path is not None and not isinstance(value, nn.Module):
             reads.append(node)
     of_root = next((n for n in opaque if id(root) in reaches[n].modules), None)
-    index = {node: i for i, node in enumerate(effects)}
+    index, around = {node: i for i, node in enumerate(effects)}, [None, *opaque, None]
     places = [index[n] for n in opaque]
+    after = {n: bisect_left(places, index[n]) for n in reads}
     return Bindings(
-        {n: _around(opaque, bisect_left(places, index[n])) for n in reads},
+        {n: (around[i], around[i + 1]) for n, i in after.items()},
         frozenset(calls),
         tuple(opaque),
         frozenset(whole),
@@ -147,22 +142,12 @@ def _bindings(
     )
 
 
-def _around(opaque: list[Node], after: int) -> tuple[Node | None, Node | None]:
-    return opaque[after - 1] if after else None, opaque[after] if after < len(opaque) else None
-
-
 def _reached_owner(root: nn.Module, target: str, reached: set[int]) -> str | None:
     """Return the name of the outermost owner of an attribute that opaque code reaches, ``""`` for the root."""
-    owner: Any = root
-    if id(owner) in reached:
-        return ""
-    path: list[str] = []
-    for atom in target.split(".")[:-1]:
-        owner = getattr(owner, atom)
-        path.append(atom)
-        if id(owner) in reached:
-            return ".".join(path)
-    return None
+    start: Any = root
+    names = target.split(".")[:-1]
+    owners = accumulate(names, lambda owner, name: getattr(owner, name), initial=start)
+    return next((".".join(names[:i]) for i, owner in enumerate(owners) if id(owner) in reached), None)
 
 
 # ---------------------------------------------------------------- what opaque code reaches

@@ -273,21 +273,6 @@ class Classes:
 BOUND = "attributes that opaque code may bind anew"
 
 
-@dataclass(frozen=True)
-class Order:
-    """The result of `order_edges`.
-
-    Attributes:
-        after: node -> the nodes that must run before it because of an effect.
-        once: node -> the reason why it may not be copied.
-        written: the attributes of the graph (``get_attr`` nodes) whose memory some node writes.
-    """
-
-    after: Mapping[Node, tuple[Node, ...]]
-    once: Mapping[Node, str]
-    written: frozenset[Node]
-
-
 class _Edges(dict[Node, tuple[Node, ...]]):
     """Order edges; a node without an entry waits for no other."""
 
@@ -300,8 +285,8 @@ def order_edges(
     root: nn.Module,
     is_reference: Callable[[Node], bool],
     bindings: Bindings,
-    references: Mapping[Node, Reference],
-) -> Order:
+    references: Mapping[Node, tuple[Node, bool]],
+) -> tuple[Mapping[Node, tuple[Node, ...]], Mapping[Node, str], frozenset[Node]]:
     """Return the order edges of a graph and the nodes that may not be copied, in time linear in nodes and edges.
 
     Args:
@@ -309,7 +294,10 @@ def order_edges(
         root: the module that owns the graph's attributes.
         is_reference: whether a node only passes a reference on (getitem of a tuple).
         bindings: the attributes that opaque code may bind anew.
-        references: the views that read nothing of their bases.
+        references: what `references_of` returns.
+
+    Returns:
+        `Dataflow.after`, `Dataflow.once` and `Dataflow.written`.
     """
     acting = acting_nodes(effects)
     memory = memory_classes(effects, root)
@@ -325,13 +313,14 @@ def order_edges(
         writes, touched = memory.use(node, effect)
         before: dict[Node, None] = {}
         if node in references:
-            touched = memory.refer(node, references[node].base, touched)
+            base, may_be_early = references[node]
+            touched = memory.refer(node, base, touched)
             c = members.get(node)
-            if c in last_write and not references[node].may_be_early:
+            if c in last_write and not may_be_early:
                 before[last_write[c]] = None
         if not effect.known:
             writes[BOUND] = touched[BOUND] = None
-        elif bindings.reads_one(node):
+        elif node in bindings.calls or any(read in bindings.reads for read in node.all_input_nodes):
             touched[BOUND] = None
         for c in touched:
             if c in last_write:
@@ -347,7 +336,7 @@ def order_edges(
         if node.op != "output" and (reason := _reason(effect, members.get(node) in written)):
             once[node] = reason
     attributes = (n for n in members if isinstance(n, Node) and n.op == "get_attr" and members[n] in written)
-    return Order(after, once, frozenset(attributes))
+    return after, once, frozenset(attributes)
 
 
 def _concerned(
@@ -383,22 +372,9 @@ def _reason(effect: Effects, storage_is_written: bool) -> str:
     return "its memory is written by another node" if storage_is_written else ""
 
 
-@dataclass(frozen=True)
-class Reference:
-    """A view that reads nothing of its base.
-
-    Attributes:
-        base: the node whose memory the view refers to.
-        may_be_early: whether the view may run before a write to its base that precedes it in the graph.
-    """
-
-    base: Node
-    may_be_early: bool
-
-
 def references_of(
     effects: Mapping[Node, Effects], scope: Mapping[Node, Scope], root: nn.Module, known: Known
-) -> Mapping[Node, Reference]:
+) -> Mapping[Node, tuple[Node, bool]]:
     """Return the views of a graph that read nothing of their bases.
 
     Args:
@@ -406,6 +382,9 @@ def references_of(
         scope: node -> its ambient state.
         root: the module that owns the graph's attributes.
         known: node -> whether it yields a tuple, as far as that has been answered.
+
+    Returns:
+        View -> its base, and whether the view may run before a write to the base that precedes it in the graph.
     """
     if not any(e.writes for e in effects.values()):
         return {}
@@ -415,8 +394,6 @@ def references_of(
         if node in written:  # a write to a view writes its base
             written.update(effects[node].aliases)
     return {
-        view: Reference(
-            base, view not in written and scope[view].grad is not False and is_tuple(view, root, known) is False
-        )
+        view: (base, view not in written and scope[view].grad is not False and is_tuple(view, root, known) is False)
         for view, base in found.items()
     }

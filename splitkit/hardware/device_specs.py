@@ -7,7 +7,6 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,8 +129,7 @@ def devices() -> dict[str, Device]:
 
 @cache
 def _known() -> Mapping[str, Device]:
-    text = resources.files("splitkit.hardware").joinpath("device_specs.toml").read_text(encoding="utf-8")
-    return _parsed("device_specs.toml", text)
+    return load_devices(Path(__file__).with_name("device_specs.toml"))
 
 
 def load_devices(path: str | Path) -> dict[str, Device]:
@@ -151,21 +149,19 @@ def load_devices(path: str | Path) -> dict[str, Device]:
         FileError: SK504 if the file cannot be read.
         CostError: SK320 if the file is not TOML, or a device has a missing, unknown or wrong field.
     """
+    return {name: device_from_table(str(path), name, table) for name, table in device_tables(path).items()}
+
+
+def device_tables(path: str | Path) -> dict[str, Any]:
+    """Return the tables of a TOML file of devices; raise the errors of `load_devices` if it is none."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise FileError("SK504", f"{path} cannot be read: {error}", "Give the path of a TOML file.") from error
-    return _parsed(str(path), text)
-
-
-def _parsed(where: str, text: str) -> dict[str, Device]:
-    try:
-        tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise CostError(
-            "SK320", f"{where} is not TOML: {error}", "Write one table per device; see load_devices."
+            "SK320", f"{path} is not TOML: {error}", "Write one table per device; see load_devices."
         ) from error
-    return {name: device_from_table(where, name, table) for name, table in tables.items()}
 
 
 def device_from_table(where: str, name: str, table: object) -> Device:

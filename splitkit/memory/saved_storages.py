@@ -122,14 +122,12 @@ def activations_alone(gm: fx.GraphModule | Dataflow, kernels: str | None = None)
 _KEPT = "_kept_by_splitkit"
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class _SavedMarker:
     """Replaces a tensor that a node saves in autograd's graph, and lives as long as that graph keeps it."""
 
-    __slots__ = ("__weakref__", "node", "storages")
-
-    def __init__(self, node: Node, storages: tuple[int, ...]) -> None:
-        self.node = node
-        self.storages = storages
+    node: Node
+    storages: tuple[int, ...]
 
 
 def _never(kept: _SavedMarker) -> torch.Tensor:
@@ -326,15 +324,10 @@ class BackwardTemporaries:
         if body_graphs(self.gm, node):
             return _guess(self.gm, node)
         call = stand_in(self.gm, node, NO_SIZES, scope.autocast)
-        flags = tuple(self._flags(node))
+        leaves = pytree.tree_leaves((node.args, node.kwargs))
+        flags = tuple(isinstance(leaf, Node) and leaf in self.requires for leaf in leaves)
         watch = _CallRun(flags, scope.grad is not False)
         return self._calls.ask(call, watch, lambda: _guess(self.gm, node), watch)
-
-    def _flags(self, node: Node) -> list[bool]:
-        """Return for each leaf of the arguments whether it is a node whose value requires grad."""
-        flat = not node.kwargs and not any(isinstance(a, tuple | list | dict) for a in node.args)
-        leaves = node.args if flat else pytree.tree_leaves((node.args, node.kwargs))
-        return [isinstance(a, Node) and a in self.requires for a in leaves]
 
 
 @dataclass(frozen=True)

@@ -77,21 +77,6 @@ class SimulatedStorage:
 
 
 @dataclass
-class _Casts:
-    """The casts that autocast caches.
-
-    Attributes:
-        region: the node that opens the outermost autocast region.
-        of: key of a weight's storage -> number of the storage of its cast.
-        last: the last step in the region so far.
-    """
-
-    region: Node | None = None
-    of: dict[Hashable, int] = field(default_factory=dict)
-    last: int = BEFORE
-
-
-@dataclass
 class MemorySimulation:
     """Simulates graphs that run one after the other.
 
@@ -123,7 +108,9 @@ class MemorySimulation:
     _static: dict[Hashable, int] = field(default_factory=dict)
     _inputs: dict[int | None, ValueStorages] = field(default_factory=dict)
     _temporaries: Temporaries = field(init=False)
-    _casts: _Casts = field(default_factory=_Casts)
+    _casts: dict[Hashable, int] = field(default_factory=dict)  # of autocast: storage of a weight -> that of its cast
+    _region: Node | None = None  # the node that opens the outermost autocast region
+    _in_region: int = BEFORE  # the last step in it so far
     _items: dict[Node, list[ValueStorages]] = field(default_factory=dict)
     _again: dict[Node, Any] = field(default_factory=dict)
     _strides_found: dict[Node, Any] = field(default_factory=dict)
@@ -288,19 +275,18 @@ class MemorySimulation:
     def _keep_casts(self, gm: fx.GraphModule, node: Node, nbytes: int, region: Node) -> None:
         """Add the casts of a node's weights: autocast caches them until the outermost region ends."""
         step = len(self.steps) - 1
-        if self._casts.region is not region:
+        if self._region is not region:
             self._drop_casts()
-            self._casts.region = region
-        self._casts.last = step
+            self._region = region
+        self._in_region = step
         weights = [attribute(gm, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
         wanted = {storage_key(w) for w in weights if isinstance(w, nn.Parameter)}
-        if nbytes and not wanted <= self._casts.of.keys():
-            self.storages.append(SimulatedStorage(nbytes, "cast", node.name, node, step, step))
-            self._casts.of |= dict.fromkeys(wanted, len(self.storages) - 1)
+        if nbytes and not wanted <= self._casts.keys():
+            self._casts |= dict.fromkeys(wanted, self._add(node.name, node, nbytes, "cast", step, step))
 
     def _drop_casts(self) -> None:
-        self.hold(self._casts.of, self._casts.last)
-        self._casts = _Casts()
+        self.hold(self._casts, self._in_region)
+        self._casts, self._region = {}, None
 
     def timeline(self) -> list[int]:
         """Return the bytes alive while each step runs, its results and transients included."""

@@ -13,8 +13,7 @@ from torch.fx import Node
 from splitkit.checks import count, is_whole, settle
 from splitkit.costs import Costs
 from splitkit.errors import NoPlanError, PolicyError
-from splitkit.graph.dataflow import Dataflow, enough_nodes, module_path, readers_of, waits_for
-from splitkit.graph.dependences import nodes_after
+from splitkit.graph.dataflow import Dataflow, enough_nodes, module_path, nodes_after, readers_of, waits_for
 from splitkit.graph.node_selection import no_module
 from splitkit.plans.record import Plan
 from splitkit.prices import checked

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit.graph.dataflow import Dataflow
-from splitkit.graph.dependences import Before, lowest_first, nodes_after
+from splitkit.graph.dataflow import Dataflow, nodes_after
+from splitkit.graph.dependences import Before, lowest_first
 from splitkit.graph.storages import start_of
 
 

@@ -14,6 +14,7 @@ from capturedmodels import captured_example
 import splitkit as sk
 from splitkit import cli
 from splitkit.cli.commands.plan_devices import _ordered
+from splitkit.cli.common import check_costs, kind_of_costs
 from splitkit.cli.parser import make_parser
 from splitkit.cli.syntax import device_list
 from splitkit.errors import CostError, FileError, UsageError
@@ -157,6 +158,12 @@ def test_files_without_devices(described, tmp_path):
         device_list.read_device_list(str(described('links = "pcie4"')))
     with pytest.raises(FileError, match="cannot be read"):
         device_list.read_device_list(str(tmp_path / "none.toml"))
+
+
+def test_prices_are_of_a_device_in_a_file_with_counts_and_links(described, graph):
+    assert kind_of_costs(graph, (), f"roofline:{described()}:fast").device.bandwidth == 900e9
+    with pytest.raises(UsageError, match="describes no device 'none'"):
+        check_costs(f"fused:{described()}:none")
 
 
 # ---- plans

@@ -79,7 +79,7 @@ def test_a_sanitizer_watches_the_same_check(monkeypatch, tmp_path):
 
 
 def test_a_worker_prints_what_a_check_finds_and_where_it_raised(monkeypatch, capsys):
-    def check(devices):
+    def check(name, devices):
         yield Finding("equal: gpt2", "numbers", f"on {devices[0]}")
         raise ValueError("no such kernel\nand more")
 
@@ -93,7 +93,7 @@ def test_a_worker_prints_what_a_check_finds_and_where_it_raised(monkeypatch, cap
 
 def test_a_wrong_number_is_found(monkeypatch):
     cpu = [torch.device("cpu")]
-    found = list(checks.CHECKS["equal: conv net"](cpu))
+    found = list(checks.CHECKS["equal: conv net"]("equal: conv net", cpu))
     assert [one.verdict for one in found] == [OK] * 6
     monkeypatch.setattr(checks, "_ADDED", 0)
     real = checks.sk.split
@@ -105,7 +105,7 @@ def test_a_wrong_number_is_found(monkeypatch):
         return made
 
     monkeypatch.setattr(checks.sk, "split", wrong)
-    assert FAILED in [one.verdict for one in checks.CHECKS["equal: conv net"](cpu)]
+    assert FAILED in [one.verdict for one in checks.CHECKS["equal: conv net"]("equal: conv net", cpu)]
 
 
 def test_memory_above_the_plan_is_found():

@@ -303,7 +303,7 @@ def test_a_loss_that_is_no_number_is_said_with_its_microbatch():
 
 
 def test_progress_is_shown_on_the_terminal_of_rank_0_alone(monkeypatch, capsys):
-    from splitkit.cli.commands.train import _bar
+    from splitkit.costs.measuring_run import progress
 
     class Terminal(io.StringIO):
         def isatty(self):
@@ -311,7 +311,7 @@ def test_progress_is_shown_on_the_terminal_of_rank_0_alone(monkeypatch, capsys):
 
     for rank, shows in ((0, True), (1, False)):
         monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-        with _bar(rank, 2) as advance:
-            advance(0.125)
+        with progress(2, "training", hidden=rank > 0) as advance:
+            advance(description="loss 0.1250")
         assert ("loss 0.1250" in terminal.getvalue()) is shows
     assert capsys.readouterr().out == "", "what the command prints can be read by a program"

@@ -14,6 +14,7 @@ from torch import fx, nn
 from splitkit.costs import measuring_run
 from splitkit.costs.measuring_run import MeasuredRuns, OwnTime, measured, waiting_seconds
 from splitkit.frontends.joint_capture import capture
+from splitkit.graph.dataflow import analyze
 from splitkit.graph.ops import declare, declared
 
 
@@ -119,12 +120,12 @@ def test_steps_say_that_the_machine_was_busy(graph, monkeypatch):
 
 def test_runs_that_nothing_disturbed_are_the_ones_that_count(graph):
     node = next(n for n in graph.graph.nodes if n.target is works)
-    runs = MeasuredRuns()
-    runs.add({node: 1.0}, busy=True)
-    assert runs.seconds({node: "group"}) == {node: 1.0} and not runs.quiet and not runs.enough
-    runs.add({node: 3.0}, busy=False)
-    runs.add({node: 2.0}, busy=False)
-    assert runs.seconds({node: "group"}) == {node: 2.0} and runs.quiet and runs.enough
+    runs = MeasuredRuns(analyze(graph), torch.device("cpu"), (), False, lambda: None)
+    runs._groups = {node: "group"}
+    runs.busy.append(({node: 1.0}, {}))
+    assert runs.seconds() == {node: (1.0, 0.0)} and not runs.enough
+    runs.quiet += [({node: 3.0}, {node: 1.0}), ({node: 2.0}, {node: 4.0})]
+    assert runs.seconds() == {node: (2.0, 1.0)} and runs.enough
 
 
 def test_with_several_threads_the_time_that_passes_counts(monkeypatch):

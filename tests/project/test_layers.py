@@ -237,7 +237,7 @@ def test_a_public_function_name_has_one_meaning():
 
 def test_a_file_name_has_one_meaning():
     names = Counter(Path(file).stem for file in FILES if not file.startswith(NAMED_BY_USERS))
-    assert repeated(names) == {"__init__", "__main__"}
+    assert repeated(names) == {"__init__"}
 
 
 def test_a_repeated_name_would_be_seen():

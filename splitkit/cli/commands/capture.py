@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 import splitkit as sk
 from splitkit.cli import source
 from splitkit.cli.common import prepare
-from splitkit.cli.outcome import Outcome, seconds_text
+from splitkit.cli.outcome import Lines, Outcome, seconds_text
 from splitkit.errors import listed
 from splitkit.units import quantity, size
 from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
     from torch import fx
 
     from splitkit.graph.dataflow import Dataflow
@@ -29,7 +28,7 @@ SHOWN = 3
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit capture``."""
     work = prepare(source.from_args(args.model, args))
-    data = {"command": "capture", "model": work.source.to_dict(), **summary(work.gm)}
+    data = {"model": work.source.to_dict(), **summary(work.gm)}
     data["seconds"] = work.clock.seconds
     return Outcome(data, _text(data))
 
@@ -57,10 +56,8 @@ def summary(gm: fx.GraphModule) -> dict[str, Any]:
 
 
 def _flops(gm: fx.GraphModule, flow: Dataflow) -> float | None:
-    from splitkit import costs
-
-    prices = costs.default(gm)
-    return sum(prices.flops(n) for n in flow.nodes) if isinstance(prices, costs.Flops) else None
+    prices = sk.costs.default(gm)
+    return sum(prices.flops(n) for n in flow.nodes) if isinstance(prices, sk.costs.Flops) else None
 
 
 def _regions(flow: Dataflow) -> dict[str, int]:
@@ -90,7 +87,7 @@ def _dynamic(flow: Dataflow) -> dict[str, str]:
     }
 
 
-def _text(data: dict[str, Any]) -> list[RenderableType]:
+def _text(data: dict[str, Any]) -> Lines:
     kinds = ", ".join(f"{name} {number}" for name, number in data["nodes"].items() if name != "all")
     rows = {
         "nodes": f"{data['nodes']['all']} ({kinds})",

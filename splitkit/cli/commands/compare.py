@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from splitkit.cli import source
 from splitkit.cli.commands.explain import require_file
 from splitkit.cli.common import decoded, is_step, prepare_for, read_plan
 from splitkit.cli.outcome import Outcome
@@ -24,14 +23,13 @@ def run(args: Namespace) -> Outcome:
         what = ("splits a forward graph", "divides a training step")
         reason = f"{args.target} {what[kinds[0]]}, and {args.other} {what[kinds[1]]}"
         raise FileError("SK502", f"the plans are for different graphs: {reason}", "Compare plans of one kind.")
-    work = prepare_for(first, source.from_plan(args.target, first, args))
+    work = prepare_for(args, first)
     plans = decoded(work.gm.graph, args.target, first), decoded(work.gm.graph, args.other, second)
     from splitkit.studies.explanation.explain import compare_plans
 
     with work.clock.step("compare", "pricing both plans"):
         found = compare_plans(*plans)
     data: dict[str, Any] = {
-        "command": "compare",
         "model": work.source.to_dict(),
         "first": args.target,
         "second": args.other,

@@ -13,7 +13,7 @@ FILES = ("FILE", "PATH", "DIR", "FOLDER", "MODEL", "PLAN", "TRACE", "CONFIG", "a
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit completion``."""
     script = completion_script(args.shell)
-    return Outcome({"command": "completion", "shell": args.shell, "script": script}, [script.rstrip("\n")])
+    return Outcome({"shell": args.shell, "script": script}, [script.rstrip("\n")])
 
 
 def completion_script(shell: str) -> str:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
-from splitkit.cli.outcome import Outcome
+from splitkit.cli.outcome import Lines, Outcome
 from splitkit.cli.syntax.device_list import DeviceList
 from splitkit.hardware.device_specs import Device, devices
 from splitkit.hardware.link_specs import PRESETS
 from splitkit.units import duration, quantity, size
 from splitkit.view.tables import table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
 SPARE = ("tf32", "float16", "float8", "float32", "bandwidth", "bfloat16")
@@ -26,14 +22,13 @@ def run(args: Namespace) -> Outcome:
     known = devices()
     links = {name: DeviceList((device,)).usual_links for name, device in known.items()}
     data = {
-        "command": "devices",
         "devices": [asdict(device) | {"links": links[name]} for name, device in known.items()],
         "links": [asdict(link) | {"name": name} for name, link in PRESETS.items()],
     }
     titles = ("device", "memory", "bandwidth", *DTYPES, "usual link")
     cells = [_cells(device, links[name]) for name, device in known.items()]
     of_links = [(name, _rate(link.bandwidth), duration(link.latency)) for name, link in PRESETS.items()]
-    text: list[RenderableType] = [
+    text: Lines = [
         table(titles, cells, titles[1:-1], "devices: FLOP/s of dense products by dtype", spare=SPARE),
         "",
         table(("link", "one direction", "latency"), of_links, ("one direction", "latency"), "links"),

@@ -12,18 +12,15 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import splitkit as sk
 from splitkit.cli import distribution
-from splitkit.cli.outcome import Outcome
+from splitkit.cli.outcome import Lines, Outcome
 from splitkit.cli.selftest.check_runs import FAILED, SECONDS, Finding, run_checks
 from splitkit.errors import UsageError
 from splitkit.units import size
 from splitkit.view.tables import table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 NEEDED = {"torch": (2, 11), "numpy": (), "scipy": (), "networkx": (), "rich": (), "shtab": ()}
 OPTIONAL = ("transformers",)
@@ -69,7 +66,7 @@ def run(args: Namespace) -> Outcome:
     return Outcome(data, _text(checks, healthy), 0 if healthy else 1, {args.output: data} if args.output else {})
 
 
-def _text(checks: list[Check], healthy: bool) -> list[RenderableType]:
+def _text(checks: list[Check], healthy: bool) -> Lines:
     rows = [(c.name, c.found, c.verdict) for c in checks]
     verdict = "everything that splitkit needs is here" if healthy else "something that splitkit needs is missing"
     if find_spec("rich"):
@@ -85,11 +82,11 @@ def _try_devices(args: Namespace) -> Outcome:
     counts = Counter(finding.verdict for finding in found)
     seconds = round(monotonic() - start)
     data: dict[str, Any] = {"command": "doctor", "ok": not counts[FAILED], "devices": devices, "seconds": seconds}
-    data |= {"machine": _versions(devices), "findings": [finding.to_dict() for finding in found]}
+    data |= {"machine": _versions(devices), "findings": [asdict(finding) for finding in found]}
     rows = [(f.check, f.what, f.figure, f.limit, f.verdict) for f in found]
     verdicts = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
     text = f"{', '.join(devices)}: {verdicts}, in {seconds} s"
-    shown: list[RenderableType] = [table(("check", "what", "found", "wanted", "verdict"), rows), "", text]
+    shown: Lines = [table(("check", "what", "found", "wanted", "verdict"), rows), "", text]
     return Outcome(data, shown, int(counts[FAILED] > 0), {args.output: data} if args.output else {})
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from splitkit.cli import source
 from splitkit.cli.common import decoded, prepare_for, read_plan
 from splitkit.cli.factories import check_model_name
 from splitkit.cli.outcome import Outcome
@@ -18,14 +17,13 @@ def run(args: Namespace) -> Outcome:
     require_file(args.target, "explain")
     file = read_plan(args.target)
     policy = None if args.policy is None else policy_spec.parse(args.policy).build().policy  # type: ignore[attr-defined]
-    work = prepare_for(file, source.from_plan(args.target, file, args))
+    work = prepare_for(args, file)
     plan = decoded(work.gm.graph, args.target, file)
     from splitkit.studies.explanation.explain import explain
 
     with work.clock.step("explain", "pricing what could be changed"):
         found = explain(plan, args.where, policy=policy, again=not args.fast)
     data: dict[str, Any] = {
-        "command": "explain",
         "model": work.source.to_dict(),
         "file": args.target,
         "where": args.where,

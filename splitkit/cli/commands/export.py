@@ -11,7 +11,7 @@ import splitkit as sk
 from splitkit.cli import placement
 from splitkit.cli.commands.train import schedule_or_order
 from splitkit.cli.common import decoded, is_step, plan_file, planned_by, prepare_step, with_recompute
-from splitkit.cli.outcome import Outcome
+from splitkit.cli.outcome import Lines, Outcome
 from splitkit.cli.source import from_plan
 from splitkit.errors import UsageError
 from splitkit.exports.format_list import WRITES
@@ -19,8 +19,6 @@ from splitkit.exports.import_plan import FORMATS, format_named
 from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from splitkit.exports.export import Export
 
 
@@ -81,7 +79,6 @@ def _formats() -> Outcome:
     """Return the table of the formats."""
     rows = [(name, WRITES[name], _cuts(name), FORMATS[name].example) for name in WRITES]
     data = {
-        "command": "export",
         "formats": [
             {"name": name, "writes": what, "cuts": cuts, "example": example, "where": FORMATS[name].where}
             for name, what, cuts, example in rows
@@ -110,18 +107,11 @@ def _training_step(args: Namespace, file: Mapping[str, Any]) -> Outcome:
 
 
 def _outcome(args: Namespace, found: Export, data: dict[str, Any]) -> Outcome:
-    files: dict[str, Mapping[str, Any] | str] = {}
-    written = []
-    if args.output:
-        files[args.output] = found.text
-        written.append(f"wrote {args.output}")
-    if args.order:
-        files[args.order] = found.schedule_csv
-        written.append(f"wrote {args.order}")
+    both = {args.output: found.text, args.order: found.schedule_csv}
+    files = {path: text for path, text in both.items() if path}
     rounding = found.rounding
     price = "not rounded: the plan cuts between layers" if rounding is None else str(rounding)
     data = {
-        "command": "export",
         "to": found.to,
         "text": found.text,
         "where": found.where,
@@ -137,7 +127,7 @@ def _outcome(args: Namespace, found: Export, data: dict[str, Any]) -> Outcome:
         "file": args.output,
         **data,
     }
-    text: list[RenderableType] = [facts({"price": price, "where": found.where}), *written]
+    text: Lines = [facts({"price": price, "where": found.where}), *(f"wrote {path}" for path in files)]
     if not args.output:
         text += ["", found.text.rstrip()]
     return Outcome(data, text, files=files)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from argparse import Namespace
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import splitkit as sk
 from splitkit.cli import NO_PLAN, factories
 from splitkit.cli.common import find_own_code
-from splitkit.cli.outcome import Outcome, seconds_text
+from splitkit.cli.outcome import Lines, Outcome, seconds_text
 from splitkit.view.console import show_spinner
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 def run(args: Namespace) -> Outcome:
@@ -41,8 +37,8 @@ def run(args: Namespace) -> Outcome:
         )
     took = perf_counter() - start
     verdict, *instead = found.lines()
-    data = {"command": "fit", **found.to_dict(), "seconds": took}
-    text: list[RenderableType] = [found.table(), "", verdict, *instead, f"took {seconds_text(took)}"]
+    data = {**found.to_dict(), "seconds": took}
+    text: Lines = [found.table(), "", verdict, *instead, f"took {seconds_text(took)}"]
     if found.next:
         text.append(f"next: {found.next}")
     return Outcome(data, text, code=0 if found.fits else NO_PLAN)

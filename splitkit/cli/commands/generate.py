@@ -22,15 +22,13 @@ from splitkit.cli.common import (
     require_fitting_options,
     require_policy_option,
 )
-from splitkit.cli.outcome import Outcome, seconds_text
+from splitkit.cli.outcome import Lines, Outcome, seconds_text
 from splitkit.errors import FileError, PipelineError, UsageError
 from splitkit.testing.config_files import checkpoint_beside, is_config
 from splitkit.units import size
 from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from splitkit.engine.split import Split
     from splitkit.runtime.folder.load import StageFolder
     from splitkit.runtime.generation.generation_request import RequestResult
@@ -68,9 +66,7 @@ def _stages(args: Namespace) -> int:
     """
     require_fitting_options(args)
     if is_folder(args.target):
-        from splitkit.runtime import open_stages
-
-        held = open_stages(args.target, args.weights)
+        held = sk.runtime.open_stages(args.target, args.weights)
         if args.weights is None:
             _require_no_checkpoint(_spec(held.manifest.value.get("model")), "")
         return len(held.names)
@@ -127,7 +123,6 @@ def _generate(args: Namespace) -> dict[str, Any]:
     results = generator.generate(_requests(args, encode) if not rank else ())
     seconds = time.perf_counter() - start
     return {
-        "command": "generate",
         "rank": rank,
         "model": record,
         "note": split.plan.note,
@@ -145,10 +140,9 @@ def _decoder(args: Namespace) -> tuple[Split | StageFolder, Any, dict[str, Any]]
         work, plan = planned_together(args)
         assert not work.trains, "the plan of a training step is refused before ranks start"
         return sk.split(work.gm, plan), work.source.to_dict(), {"model": work.example.model}
-    from splitkit.runtime import open_stages
     from splitkit.runtime.generation.decoder import DecoderChain
 
-    held = open_stages(args.target, args.weights)
+    held = sk.runtime.open_stages(args.target, args.weights)
     known = held.manifest.value.get("generation")
     if known is None:
         raise PipelineError(
@@ -227,11 +221,11 @@ def _described(result: RequestResult, decode: Callable[[list[int]], str] | None)
     return made if decode is None else {**made, "text": [decode(row) for row in made["tokens"]]}
 
 
-def _text(data: dict[str, Any]) -> list[RenderableType]:
+def _text(data: dict[str, Any]) -> Lines:
     results = data["results"]
     count = sum(len(row) for result in results for row in result["tokens"])
     rate = f"{count / data['seconds']:.1f} tokens a second" if count else "no tokens"
-    lines: list[RenderableType] = []
+    lines: Lines = []
     for result in results:
         shown = result.get("text") or [" ".join(map(str, row)) for row in result["tokens"]]
         if error := result["error"]:

@@ -34,7 +34,7 @@ def run(args: Namespace) -> Outcome:
         remedy = "Leave one of the two out; --schedule, --microbatches and --links go with --stages."
         placement.refuse_with(args, f"--what {TRAINING}", remedy, (*other, "recompute"))
         return trainplan.plan_step(args)
-    if placement.has_placement_options(args):
+    if any(getattr(args, name) is not None for name in (*placement.OPTIONS, "memory")):
         placement.check_placement(args)
         from splitkit.cli.commands import plan_devices as placed
 
@@ -49,7 +49,6 @@ def run(args: Namespace) -> Outcome:
     times = f"captured in {seconds_text(took['capture'])}, planned in {seconds_text(took['plan'])}"
     tokens = getattr(work.example.model, "main_input_name", "input_ids") == "input_ids"
     data = {
-        "command": "plan",
         "model": work.source.to_dict(),
         "note": plan.note,
         "report": report.to_dict(),

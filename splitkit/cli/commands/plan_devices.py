@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import splitkit as sk
 from splitkit.cli import factories, placement, source
@@ -20,13 +20,12 @@ from splitkit.cli.common import (
     versions,
     with_recompute,
 )
-from splitkit.cli.outcome import FOR_PERFETTO, Outcome, plan_page, seconds_text, wrote
+from splitkit.cli.outcome import FOR_PERFETTO, Lines, Outcome, plan_page, seconds_text, wrote
 from splitkit.cli.placement import Placement
 from splitkit.cli.source import next_command, source_record
 from splitkit.costs import Costs
 from splitkit.errors import FileError, UsageError
 from splitkit.exports.rounding import PlanPrice, pricing_of
-from splitkit.graph.dataflow import analyze
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.order_messages import OrderedMessages
 from splitkit.pipeline.placed_prices import costs_of_plan
@@ -42,9 +41,6 @@ from splitkit.search.plan_figures import StagePricing
 from splitkit.units import duration, size
 from splitkit.view.data.report import rank_table
 from splitkit.view.tables import facts, table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 def plan_for_devices(args: Namespace) -> Outcome:
@@ -69,7 +65,6 @@ def plan_for_devices(args: Namespace) -> Outcome:
         ordered = _ordered(run) if args.order and run else None
     report = sk.report(work.gm, made, costs)
     data: dict[str, Any] = {
-        "command": "plan",
         "model": work.source.to_dict(),
         "note": made.note,
         "placement": wanted.to_dict(),
@@ -100,7 +95,7 @@ def plan_for_devices(args: Namespace) -> Outcome:
     if data["next"]:
         written_lines.append(f"next: {data['next']}")
     summary = facts(_summary(wanted, made.claim, ranks, data))
-    text: list[RenderableType] = [report.table(), "", summary, "", rank_table(ranks), *written_lines]
+    text: Lines = [report.table(), "", summary, "", rank_table(ranks), *written_lines]
     return Outcome(data, text, files=written)
 
 
@@ -194,7 +189,7 @@ def plan_from_text(args: Namespace) -> Outcome:
     costs = prices(work, args.costs, args.training)
     with work.clock.step("plan", "reading the stages"):
         found = with_recompute(sk.import_plan(work.gm, text, form=args.form, costs=costs), args, work.gm)
-    flow, stages = analyze(work.gm), len(found.parts)
+    flow, stages = sk.analyze(work.gm), len(found.parts)
     if args.stages is not None and args.stages != stages:
         reason = f"--stages {args.stages}, and {args.from_file} has {stages} stages"
         raise UsageError("SK601", reason, "Leave --stages out to compare plans with the same number of stages.")
@@ -211,7 +206,6 @@ def plan_from_text(args: Namespace) -> Outcome:
     ratio = theirs_price.load / our_price.load if our_price.load else 1.0
     report = sk.report(work.gm, found, costs)
     data: dict[str, Any] = {
-        "command": "plan",
         "model": work.source.to_dict(),
         "note": found.note,
         "theirs": asdict(theirs_price),

@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 import splitkit as sk
 from splitkit.cli import placement, source
 from splitkit.cli.common import TRAINING, CapturedModel, check_costs, decoded, kind_of_costs, prepare_step, versions
-from splitkit.cli.outcome import Outcome, seconds_text, wrote
+from splitkit.cli.outcome import Lines, Outcome, drawn, seconds_text, wrote
 from splitkit.cli.placement import MOST_BYTES
 from splitkit.cli.source import Source, next_command, options_of_own_code, source_record
 from splitkit.cli.syntax import policy_spec
 from splitkit.errors import UsageError
+from splitkit.pipeline.schedules import schedule_named
 from splitkit.units import bounded, duration, read_percent, read_size, size
 from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.table import Table
     from torch.fx import Node
 
     from splitkit.costs import Costs
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from splitkit.engine.staged_step import StagedStep
     from splitkit.memory.profile import MemoryProfile
     from splitkit.plans.policy import Policy
-    from splitkit.plans.record import Plan
     from splitkit.training.flow import JointFlow
 
 
@@ -75,9 +75,7 @@ def plan_step(args: Namespace) -> Outcome:
         record = source.source_record(work.source, args.output)
         files[args.output] = {**pair.plan.to_dict(), "model": record, "what": TRAINING, **versions()}
     if args.view:
-        from splitkit.view.renderers import html
-
-        files[args.view] = page = html(pair, costs=costs, title=work.source.spec)
+        files[args.view] = page = drawn(args.view, pair, costs=costs, title=work.source.spec)
         text.append(wrote(args.view, page))
     return Outcome(data, text, files=files)
 
@@ -94,25 +92,20 @@ def _policy(args: Namespace) -> Policy:
             remedy = "Give it to the policy: --policy \"Budget(card='24GiB', optimizer='adamw')\"."
             raise UsageError("SK601", "--optimizer cannot be combined with --policy", remedy)
         return policy_spec.parse(args.policy).build()
-    from splitkit.policies import Budget
-
     if args.optimizer is not None:
         return _card(args)
     if args.memory == "least":
-        return Budget("least")
+        return sk.policies.Budget("least")
     share = read_percent(args.memory)
     if share is None and _SHARE.fullmatch(args.memory) and float(args.memory) <= 1:
         share = float(args.memory)
     if share is None:
         _require_size(args.memory, "Write bytes, 2GiB, a share of what can be saved (50%), or least.")
-    return Budget(args.memory if share is None else share)
+    return sk.policies.Budget(args.memory if share is None else share)
 
 
 def _in_stages(args: Namespace) -> Policy:
     """Return the policy of ``--stages``; backward is divided where the schedule divides it."""
-    from splitkit.pipeline.schedules import schedule_named
-    from splitkit.policies import Pipeline, SplitBackward
-
     if args.optimizer == "none":
         reason = "--stages of a training step have an optimizer, --optimizer none is for inference"
         raise UsageError("SK601", reason, "Leave one of them out.")
@@ -120,18 +113,17 @@ def _in_stages(args: Namespace) -> Policy:
         _require_size(args.memory, "With --stages, --memory is the memory of each device: write bytes, or 24GiB.")
     schedule = schedule_named("1f1b" if args.schedule is None else args.schedule)
     links = None if args.links == "none" else args.links
-    found = Pipeline(
+    found = sk.policies.Pipeline(
         args.stages, schedule.word, args.microbatches, memory=args.memory, links=links, optimizer=args.optimizer
     )
-    return SplitBackward(policy=found) if schedule.divided else found
+    return sk.policies.SplitBackward(policy=found) if schedule.divided else found
 
 
 def _card(args: Namespace) -> Policy:
     """Return a budget for all that training holds on a card."""
-    from splitkit.policies import Budget
-
     _require_size(args.memory, "With --optimizer, --memory is the memory of the whole card: write bytes, or 24GiB.")
-    return Budget(card=args.memory, optimizer=None if args.optimizer == "none" else args.optimizer)
+    optimizer = None if args.optimizer == "none" else args.optimizer
+    return sk.policies.Budget(card=args.memory, optimizer=optimizer)
 
 
 def _require_size(memory: str, remedy: str) -> None:
@@ -152,7 +144,6 @@ def _data(work: CapturedModel, costs: Costs, pair: Pair, profile: MemoryProfile)
     moved = [one.value for one in pair.plan.offloaded]
     saved += [_value(value.name, storage_bytes(value_of(value)), value) for value in moved]
     return {
-        "command": "plan",
         "what": TRAINING,
         "model": work.source.to_dict(),
         "note": pair.plan.note,
@@ -188,7 +179,7 @@ def _sum(costs: Costs, nodes: Iterable[Any]) -> float:
     return sum(costs.seconds(n) for n in nodes)
 
 
-def _text(data: dict[str, Any]) -> list[RenderableType]:
+def _text(data: dict[str, Any]) -> Lines:
     forward, again, took = data["forward"], data["recomputed"], data["seconds"]
     share = again["seconds"] / forward["seconds"] if forward["seconds"] else 0.0
     time = duration(again["seconds"], data["unit"])
@@ -217,7 +208,6 @@ def stages_outcome(
 
     train, view = _train_command(made, args.output, step), _view_command(made, args.output)
     data: dict[str, Any] = {
-        "command": "plan",
         "what": TRAINING,
         "model": made.to_dict(),
         "note": step.plan.note,
@@ -229,7 +219,7 @@ def stages_outcome(
         "next": train or next_command(made, args.output),
         "view": view,
     }
-    text: list[RenderableType] = [
+    text: Lines = [
         facts(
             {
                 "plan": data["note"].replace("; ", ";\n"),
@@ -245,9 +235,7 @@ def stages_outcome(
     ]
     files: dict[str, Mapping[str, Any] | str] = {}
     if args.view:
-        from splitkit.view.renderers import html
-
-        files[args.view] = page = html(step, costs=costs, title=made.spec)
+        files[args.view] = page = drawn(args.view, step, costs=costs, title=made.spec)
         text.append(wrote(args.view, page))
     if args.output:
         record = source_record(made, args.output)
@@ -294,7 +282,8 @@ def stage_rows(flow: JointFlow, step: StagedStep, costs: Costs) -> list[dict[str
     again = _again(flow, step, costs)
     for number, stage in enumerate(step.stages):
         seconds = {
-            half: _seconds(step.plan, half, number, costs) for half in ("forward", "backward", "input", "weight")
+            half: _sum(costs, (n for n in step.plan.members((half, number)) if n.op not in ("placeholder", "get_attr")))
+            for half in ("forward", "backward", "input", "weight")
         }
         row: dict[str, Any] = {
             "stage": number,
@@ -325,12 +314,7 @@ def _again(flow: JointFlow, step: StagedStep, costs: Costs) -> list[list[float]]
     return found
 
 
-def _seconds(plan: Plan, half: str, stage: int, costs: Costs) -> float:
-    nodes = (n for n in plan.members((half, stage)) if n.op not in ("placeholder", "get_attr"))
-    return sum(costs.seconds(n) for n in nodes)
-
-
-def stage_table(rows: list[dict[str, Any]], unit: str) -> RenderableType:
+def stage_table(rows: list[dict[str, Any]], unit: str) -> Table:
     """Return the table of `stage_rows`."""
     split = any(row["weight"] is not None for row in rows)
     columns = {
@@ -341,16 +325,10 @@ def stage_table(rows: list[dict[str, Any]], unit: str) -> RenderableType:
         "recomputed": [
             f"{row['recomputed']} ops, {duration(row['recompute'], unit)}" if row["recomputed"] else "-" for row in rows
         ],
-        **_bytes(rows, split),
-    }
-    return table(tuple(columns), list(zip(*columns.values(), strict=True)), tuple(columns)[1:])
-
-
-def _bytes(rows: list[dict[str, Any]], split: bool) -> dict[str, list[str]]:
-    return {
         "saved": [size(row["saved"]) for row in rows],
         **({"on the host": [size(row["host"]) for row in rows]} if any(row["host"] for row in rows) else {}),
         **({"waits for weight": [size(row["waiting"] or 0) for row in rows]} if split else {}),
         "sent": [size(row["sent"]) for row in rows],
         "gradients sent": [size(row["gradients_sent"]) for row in rows],
     }
+    return table(tuple(columns), list(zip(*columns.values(), strict=True)), tuple(columns)[1:])

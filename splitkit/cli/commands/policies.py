@@ -18,7 +18,7 @@ def run(args: Namespace) -> Outcome:
         row = {"name": name, "signature": f"{name}(...)", "doc": f"Brought by {brought}.", "from": entry.value}
         rows.append({**row, "command_line": True})
     cells = [(r["signature"], r["doc"] if r["command_line"] else f"(Python only) {r['doc']}") for r in rows]
-    return Outcome({"command": "policies", "policies": rows}, [table(("policy", "what it does"), cells)])
+    return Outcome({"policies": rows}, [table(("policy", "what it does"), cells)])
 
 
 def _own(policy: Builtin) -> dict[str, Any]:
@@ -27,5 +27,5 @@ def _own(policy: Builtin) -> dict[str, Any]:
         "signature": policy.signature,
         "doc": policy.doc,
         "from": "splitkit",
-        "command_line": policy.function is None,
+        "command_line": not policy.function,
     }

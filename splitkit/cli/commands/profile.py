@@ -6,7 +6,6 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -16,18 +15,16 @@ import splitkit as sk
 from splitkit.cli import launcher, source
 from splitkit.cli.commands import train
 from splitkit.cli.commands.train import ranks_of_stages, require_model
-from splitkit.cli.common import CapturedModel, plan_file, planned, prepare, with_recompute
-from splitkit.cli.outcome import Outcome, seconds_text, still_pages, wrote
+from splitkit.cli.common import CapturedModel, plan_file, planned_by, prepare, with_recompute
+from splitkit.cli.outcome import Lines, Outcome, seconds_text, still_pages, wrote
 from splitkit.cli.source import require_inputs
 from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import CaptureError, PipelineError, ScheduleError, UsageError
-from splitkit.pipeline.schedules import USUAL_MICROBATCHES
+from splitkit.pipeline.schedules import USUAL_MICROBATCHES, known_schedules
 from splitkit.units import bounded, in_words, size
 from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from splitkit.engine.split import Split
     from splitkit.memory.measurement import MeasuredMemory
     from splitkit.memory.profile import MemoryProfile
@@ -71,7 +68,6 @@ def run(args: Namespace) -> Outcome:
         for row, found in zip(rows, [measured, *parts, *both], strict=True):
             row |= beside(found, row["predicted"])
     data: dict[str, Any] = {
-        "command": "profile",
         "model": work.source.to_dict(),
         "note": split.plan.note if split else "",
         "rows": rows,
@@ -91,7 +87,7 @@ def run(args: Namespace) -> Outcome:
 def _split(args: Namespace) -> tuple[CapturedModel, Split | None]:
     """Return the model, and its split if the command line names a plan or a policy."""
     if args.target.endswith(".json") or args.stages is not None or args.policy is not None:
-        work, plan, _ = planned(args)
+        work, plan, _ = planned_by(args, plan_file(args))
         require_inputs(work.source, "profile")
         with work.clock.step("split", "splitting"):
             return work, sk.split(work.gm, plan)
@@ -123,11 +119,11 @@ def beside(found: MeasuredMemory, predicted: int) -> dict[str, Any]:
     return {"measured": found.peak, "error": error, "allocator": found.allocator_peak}
 
 
-def _text(data: dict[str, Any], args: Namespace) -> list[RenderableType]:
+def _text(data: dict[str, Any], args: Namespace) -> Lines:
     measured = ("measured", "error", "allocator") if args.run else ()
     titles = ("peak of", "predicted", *measured, "before", "saved", "at")
     cells, spare = (_cells(row, args.run) for row in data["rows"]), ("allocator", "before", "saved")
-    lines: list[RenderableType] = [table(titles, cells, titles[1:-1], spare=spare)]
+    lines: Lines = [table(titles, cells, titles[1:-1], spare=spare)]
     if data["why_no_training"] and not args.forward_only:
         lines += ["", f"no forward + backward: {data['why_no_training']}"]
     for what in ("forward", "training"):
@@ -150,7 +146,7 @@ def _place(at: Mapping[str, Any] | None) -> str:
     return f"{at['node']} in {at['module']}" if at["module"] else str(at["node"])
 
 
-def _live(what: str, profile: Mapping[str, Any]) -> list[RenderableType]:
+def _live(what: str, profile: Mapping[str, Any]) -> Lines:
     named = "forward" if what == "forward" else "forward + backward"
     rows = [(b["name"], b["module"], b["kind"], size(b["nbytes"])) for b in profile["live_at_peak"]]
     most = bounded(profile["peak"], profile["bounds"], profile["unseen"])
@@ -216,7 +212,7 @@ def _profile(args: Namespace) -> dict[str, Any]:
         with untouched(work.example.model):  # each rank has written the buffers of its own stages only
             return measurements.run_steps(pipeline(split, order, group=group), batch, args.repeat)
 
-    with progress(1 + len(orders)) if dist.get_rank() == 0 else nullcontext(lambda: None) as advance:
+    with progress(1 + len(orders), hidden=dist.get_rank() > 0) as advance:
         in_turn = measurements.one_by_one(widest, count)
         alone = measured(in_turn)
         times = {key: found for actions in from_every(alone.actions, group) for key, found in actions.items()}
@@ -236,7 +232,6 @@ def _profile(args: Namespace) -> dict[str, Any]:
             advance()
     cores = len(os.sched_getaffinity(0))
     return {
-        "command": "profile",
         "rank": dist.get_rank(),
         "model": work.source.to_dict(),
         "note": split.plan.note,
@@ -262,7 +257,6 @@ def _named(path: str, schedule: str, count: int) -> str:
 
 def _orders(args: Namespace, stages: int, microbatches: int, ranks: int) -> tuple[list[PipelineOrder], dict[str, str]]:
     """Return the orders of ``--schedules``, or of all schedules that fit, with the reasons why the others do not."""
-    from splitkit.pipeline.schedules import known_schedules
     from splitkit.runtime.ranks.order_runner import order_of
 
     found, left_out = [], dict[str, str]()
@@ -320,7 +314,7 @@ def _pairs(runs: Sequence[dict[str, Any]]) -> dict[str, int]:
     return {"right": sum((a[0] - b[0]) * (a[1] - b[1]) > 0 for a, b in both), "all": len(both)}
 
 
-def _ranks_text(data: dict[str, Any]) -> list[RenderableType]:
+def _ranks_text(data: dict[str, Any]) -> Lines:
     rows = {"pipeline": f"{data['microbatches']} microbatches on {len(data['schedules'][0]['ranks'])} ranks"}
     if data["oversubscribed"]:
         rows["caution"] = f"processes share {data['cores']} cores: measured times include waiting for a core"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,18 +10,14 @@ import splitkit as sk
 from splitkit.cli import DIFFERENT, source
 from splitkit.cli.common import TRAINING, CapturedModel, decoded, is_step, plan_file, planned_by, prepare_step
 from splitkit.cli.mesh import require_one_rank
-from splitkit.cli.outcome import Outcome, seconds_text
+from splitkit.cli.outcome import Lines, Outcome, seconds_text
 from splitkit.cli.source import require_inputs
 from splitkit.errors import listed
 from splitkit.units import bounded, size
 from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from splitkit.engine.split import Split
     from splitkit.frontends.joint_capture import DividedStep
-    from splitkit.memory.profile import MemoryProfile
     from splitkit.testing.compare import Comparison
     from splitkit.testing.differences import Difference
 
@@ -38,22 +33,29 @@ def run(args: Namespace) -> Outcome:
         return run_step(args, file)
     work, plan, _ = planned_by(args, file)
     require_inputs(work.source, "run")
+    from splitkit.cli.commands.split import part_module_names, tensor_text
+    from splitkit.frontends.output_classes import named_leaves
     from splitkit.testing.timing import best_step
 
     with work.clock.step("split", "splitting"):
         split = sk.split(work.gm, plan)
+        names = part_module_names(split)
     with work.clock.step("run", f"running {len(split.parts)} parts"):
         timed = best_step(split.module, split.parts.values(), work.example, work.source.seed, args.repeat)
     data: dict[str, Any] = {
-        "command": "run",
         "model": work.source.to_dict(),
         "note": plan.note,
-        "outputs": _outputs(timed.output),
+        "outputs": [
+            {"name": f"output{path}", "value": tensor_text(leaf)} for path, leaf in named_leaves(timed.output)[0]
+        ],
         "loss": timed.loss,
         "loss_is_models": timed.loss_is_models,
         "forward": timed.forward,
         "backward": timed.backward,
-        "parts": _parts(split, timed.parts),
+        "parts": [
+            {"module": names[part], "forward": took}
+            for part, took in zip(split.parts.values(), timed.parts, strict=True)
+        ],
         "repeat": args.repeat,
         "check": None,
     }
@@ -67,21 +69,7 @@ def run(args: Namespace) -> Outcome:
     return Outcome(data, _text(data), DIFFERENT if failed else 0)
 
 
-def _outputs(output: Any) -> list[dict[str, str]]:
-    from splitkit.cli.commands.split import tensor_text
-    from splitkit.frontends.output_classes import named_leaves
-
-    return [{"name": f"output{path}", "value": tensor_text(leaf)} for path, leaf in named_leaves(output)[0]]
-
-
-def _parts(split: Split, times: Sequence[float]) -> list[dict[str, Any]]:
-    from splitkit.cli.commands.split import part_module_names
-
-    names = part_module_names(split)
-    return [{"module": names[part], "forward": took} for part, took in zip(split.parts.values(), times, strict=True)]
-
-
-def _text(data: dict[str, Any]) -> list[RenderableType]:
+def _text(data: dict[str, Any]) -> Lines:
     loss = "none" if data["loss"] is None else f"{data['loss']:.6g}"
     backward = "nothing requires a gradient" if data["backward"] is None else seconds_text(data["backward"])
     rows = {
@@ -91,7 +79,7 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
         "backward": backward,
     }
     times = [(p["module"], seconds_text(p["forward"])) for p in data["parts"]]
-    text: list[RenderableType] = [facts(rows), "", table(("part", "forward"), times, ("forward",))]
+    text: Lines = [facts(rows), "", table(("part", "forward"), times, ("forward",))]
     return [*text, "", *check_text(data["check"])] if data["check"] else text
 
 
@@ -116,7 +104,6 @@ def run_step(args: Namespace, file: dict[str, Any]) -> Outcome:
     with work.clock.step("run", "running forward and backward"):
         timed = timing.best_step(step, (), work.example, work.source.seed, args.repeat)
     data: dict[str, Any] = {
-        "command": "run",
         "what": TRAINING,
         "model": work.source.to_dict(),
         "note": plan.note,
@@ -147,10 +134,11 @@ def _halves(step: DividedStep) -> dict[str, Any]:
     from splitkit.engine.pair import Pair
     from splitkit.testing import timing
 
-    assert isinstance(step.pair, Pair)
-    profile = timing.TrainingRun(step.joint, step.pair).profile
+    assert isinstance(step.pair, Pair) and step.pair.plan is not None
+    profile, plan = timing.TrainingRun(step.joint, step.pair).profile, step.pair.plan
+    ops = {half: sum(half in plan[node] for node in step.joint.flow.nodes) for half in ("forward", "backward")}
     return {
-        "halves": [_half(step, profile, which) for which in ("forward", "backward")],
+        "halves": [{"half": half, "ops": count, "peak": profile.peak_of(half)} for half, count in ops.items()],
         "saved": profile.saved + step.pair.host_bytes,
         "peak": {
             "predicted": profile.peak,
@@ -161,12 +149,6 @@ def _halves(step: DividedStep) -> dict[str, Any]:
             "allocator": None,
         },
     }
-
-
-def _half(step: DividedStep, profile: MemoryProfile, which: str) -> dict[str, Any]:
-    assert step.pair.plan is not None
-    ops = sum(which in step.pair.plan[node] for node in step.joint.flow.nodes)
-    return {"half": which, "ops": ops, "peak": profile.peak_of(which)}
 
 
 def _check(work: CapturedModel, step: DividedStep) -> dict[str, Any]:
@@ -191,12 +173,12 @@ def _of_model(entries: tuple[Difference, ...]) -> tuple[Difference, ...]:
     return tuple(replace(d, name=d.name.replace(" of model.", " of ", 1)) for d in entries)
 
 
-def _step_text(data: dict[str, Any]) -> list[RenderableType]:
+def _step_text(data: dict[str, Any]) -> Lines:
     best = f" (best of {data['repeat']})" if data["repeat"] > 1 else ""
     if "stages" in data:
         times = {f"{half}{best}": seconds_text(data[half]) for half in ("forward", "backward")}
         rows = {"plan": data["note"].replace("; ", ";\n"), "loss": f"{data['loss']:.6g}", **times}
-        text: list[RenderableType] = [facts(rows)]
+        text: Lines = [facts(rows)]
     else:
         rows = {
             "plan": data["note"].replace("; ", ";\n"),
@@ -259,11 +241,11 @@ def _difference(entry: Difference) -> dict[str, Any]:
     return {"name": entry.name, "largest": entry.largest, "relative": entry.relative, "scale": entry.scale}
 
 
-def check_text(check: dict[str, Any]) -> list[RenderableType]:
+def check_text(check: dict[str, Any]) -> Lines:
     """Return the data of `check_data` as text."""
     whole, parts = ("none" if value is None else repr(value) for value in check["loss"])
     rows = {which: _sentence(check[which]) for which in ("outputs", "gradients", "state")}
-    lines: list[RenderableType] = [facts({"loss": f"{whole} whole, {parts} split", **rows})]
+    lines: Lines = [facts({"loss": f"{whole} whole, {parts} split", **rows})]
     lines += [
         f"differs: {bad['name']} by {bad['largest']:.3g} (scale {bad['scale']:.3g})"
         for bad in check["failures"][:_DIFFERENCES]

@@ -20,7 +20,7 @@ from splitkit.cli.common import (
     CapturedModel,
     decoded,
     plan_file,
-    planned,
+    planned_by,
     prepare_step,
     save_stage_folder,
     stages_of_file,
@@ -50,7 +50,7 @@ def run(args: Namespace) -> Outcome:
     file = plan_file(args)
     if file is not None and stages_of_file(file):
         return _split_step(args, file)
-    work, plan, costs = planned(args)
+    work, plan, costs = planned_by(args, file)
     with work.clock.step("split", "splitting"):
         split = sk.split(work.gm, plan)
     data = {"command": "split", "model": work.source.to_dict(), **describe(split)}
@@ -90,8 +90,6 @@ def _split_step(args: Namespace, file: dict[str, Any]) -> Outcome:
 
 def describe(split: Split) -> dict[str, Any]:
     """Return the parts of a split in order, and its names with those of the original model, as data."""
-    from splitkit.cli.commands.split import named_value
-
     names = part_module_names(split)
     parts = [
         {

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
 
 import splitkit as sk
 from splitkit.cli import placement, source
 from splitkit.cli.commands import plan_training as trainplan
 from splitkit.cli.commands.plan_training import priced_step
-from splitkit.cli.common import TRAINING, check_costs, decoded, prepare, prepare_step, prices, read_plan
-from splitkit.cli.outcome import Outcome, seconds_text, still_pages, wrote
+from splitkit.cli.common import TRAINING, CapturedModel, check_costs, decoded, prepare, prepare_step, prices, read_plan
+from splitkit.cli.outcome import Lines, Outcome, drawn, seconds_text, still_pages, wrote
 from splitkit.cli.source import Source
 from splitkit.cli.syntax import device_list
+from splitkit.cli.syntax.device_list import DeviceList
 from splitkit.costs import Costs, Fused, Roofline, unit_of
 from splitkit.costs.recorded import costs_of
 from splitkit.errors import UsageError
@@ -34,13 +38,6 @@ from splitkit.studies.sweep import (
 )
 from splitkit.units import duration, read_size, size
 from splitkit.view.tables import facts, table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from splitkit.cli.common import CapturedModel
-    from splitkit.cli.syntax.device_list import DeviceList
-
 
 PIPELINES = ("what", "microbatches", "schedules", "chunks", "devices", "memory", "links", "optimizer", "recompute")
 """The options that need ``--stages``."""
@@ -140,7 +137,6 @@ def _frontier(args: Namespace, wanted: Source, file: dict[str, Any] | None) -> O
     with work.clock.step("simulate", "simulating the memory of each point"):
         rows = [point.to_dict(peak=True) for point in points]
     data: dict[str, Any] = {
-        "command": "sweep",
         "model": work.source.to_dict(),
         "prices": price_name(costs),
         "step": frontier.step_seconds,
@@ -164,11 +160,9 @@ def _frontier(args: Namespace, wanted: Source, file: dict[str, Any] | None) -> O
         titles = (of, "of all", "recompute and waiting", "of the step", other, "on the host")
     files, written = {}, []
     if args.view:
-        from splitkit.view.renderers import html
-
-        files[args.view] = page = html(frontier, title=f"frontier of {work.source.spec}")
+        files[args.view] = page = drawn(args.view, frontier, title=f"frontier of {work.source.spec}")
         written = [wrote(args.view, page)]
-    shown: list[RenderableType] = [text, "", table(titles, _cells(rows, frontier, of, other), titles), *written]
+    shown: Lines = [text, "", table(titles, _cells(rows, frontier, of, other), titles), *written]
     return Outcome(data, shown, files=files)
 
 
@@ -195,9 +189,6 @@ def _cells(rows: list[dict[str, Any]], frontier: sk.Frontier, of: str, other: st
 # ``splitkit sweep --stages``: plans and simulates every combination of stages, microbatches and schedules.
 
 
-Item = TypeVar("Item")
-
-
 def sweep_stages(args: Namespace, wanted: Source, file: dict[str, Any] | None = None) -> Outcome:
     """Run ``splitkit sweep --stages`` with checked arguments, by the prices of a plan's file if there is one.
 
@@ -221,10 +212,11 @@ def sweep_stages(args: Namespace, wanted: Source, file: dict[str, Any] | None = 
     else:
         sweeper = Sweeper(work.gm, costs, memory, links, optimizer, bool(args.recompute))
     with work.clock.step("sweep", ""):
-        found = sweeper.sweep([sweeper.row(*one) for one in tracked(each, "planning and simulating")])
+        console, hidden = Console(stderr=True), not sys.stderr.isatty()
+        every = track(each, "planning and simulating", console=console, transient=True, disable=hidden)
+        found = sweeper.sweep([sweeper.row(*one) for one in every])
     took, spec = work.clock.seconds, work.source.spec
     data: dict[str, Any] = {
-        "command": "sweep",
         "model": work.source.to_dict(),
         "device": None if devices is None else devices.devices[0].name,
         "links": links,
@@ -245,7 +237,7 @@ def sweep_stages(args: Namespace, wanted: Source, file: dict[str, Any] | None = 
     }
     if not trains and sweeper.recompute:
         shown["recompute"] = "backward runs the parts again; the stages are those planned without"
-    text: list[RenderableType] = [facts(shown), "", found.table(), "", *found.refused, *advice(found)]
+    text: Lines = [facts(shown), "", found.table(), "", *found.refused, *advice(found)]
     text += [f"next: {data['next']}"] if data.get("next") else []
     files = {}
     if args.view:
@@ -282,38 +274,21 @@ def ranks_of_sweep(args: Namespace) -> tuple[DeviceList | None, str | None, int 
         UsageError: SK601 for devices of several kinds.
         CostError: SK321 for an unknown device, SK322 for an unknown link.
     """
-    devices = kind_of_device(args.devices)
+    devices = None if args.devices is None else device_list.read_device_list(args.devices)
+    # the count in a file of devices does not matter here
+    several = devices is not None and len(devices.devices) > 1 and not device_list.is_file(args.devices)
+    if devices is not None and (several or not devices.alike):
+        raise UsageError(
+            "SK601",
+            f"--devices {args.devices} are {devices}, and --stages says how many devices there are",
+            f"Name the kind alone: --devices {devices.devices[0].name}.",
+        )
     memory = placement.memory_option(args, devices)
     assert not isinstance(memory, str | tuple)  # checked, and of one kind of device
     if memory is None and devices is not None:
         memory = devices.devices[0].memory
     links, why = placement.links_option(args.links, devices)
     return devices, links, memory, why
-
-
-def kind_of_device(text: str | None) -> DeviceList | None:
-    """Return the one kind of device of all ranks; the count in a file of devices does not matter here."""
-    if text is None:
-        return None
-    found = device_list.read_device_list(text)
-    if not found.alike or (len(found.devices) > 1 and not device_list.is_file(text)):
-        raise UsageError(
-            "SK601",
-            f"--devices {text} are {found}, and --stages says how many devices there are",
-            f"Name the kind alone: --devices {found.devices[0].name}.",
-        )
-    return found
-
-
-def tracked(items: Sequence[Item], what: str) -> Iterator[Item]:
-    """Yield items, with a progress bar on standard error if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield from items
-        return
-    from rich.console import Console
-    from rich.progress import track
-
-    yield from track(items, what, console=Console(stderr=True), transient=True)
 
 
 def advice(found: Sweep) -> Iterator[str]:

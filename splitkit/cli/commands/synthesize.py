@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import TYPE_CHECKING
 
 import splitkit as sk
 from splitkit.cli import placement
 from splitkit.cli.common import links_asked, plan_file, planned_by, with_recompute
-from splitkit.cli.outcome import Outcome, seconds_text
+from splitkit.cli.outcome import Lines, Outcome, seconds_text
 from splitkit.errors import UsageError
 from splitkit.pipeline.schedules import USUAL_MICROBATCHES
 from splitkit.pipeline.synthesize import order_to_csv
 from splitkit.prices import price_name
 from splitkit.units import read_size, size
 from splitkit.view.tables import facts
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 def run(args: Namespace) -> Outcome:
@@ -51,7 +47,6 @@ def run(args: Namespace) -> Outcome:
         )
     named = None if links is None else args.links or (asked.links if isinstance(asked.links, str) else "of the plan")
     data = {
-        "command": "synthesize",
         "model": work.source.to_dict(),
         "prices": price_name(costs),
         "links": named,
@@ -67,7 +62,7 @@ def run(args: Namespace) -> Outcome:
         "took": f"capture {seconds_text(work.clock.seconds['capture'])}, "
         f"order {seconds_text(work.clock.seconds['synthesize'])}",
     }
-    text: list[RenderableType] = [facts(rows), "", str(found)]
+    text: Lines = [facts(rows), "", str(found)]
     if args.output is None:
         return Outcome(data, text)
     text.append(f"wrote {args.output} (splitkit train --schedule runs it)")

@@ -13,7 +13,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+
 import splitkit as sk
+from splitkit._torch import group_of_dimensions
 from splitkit.cli import DIFFERENT, launcher, source
 from splitkit.cli.common import (
     TRAINING,
@@ -35,16 +39,16 @@ from splitkit.cli.common import (
 )
 from splitkit.cli.factories import require_factory
 from splitkit.cli.mesh import REPLICAS, STAGES, ranks_of_mesh
-from splitkit.cli.outcome import FOR_PERFETTO, STDOUT, Outcome, seconds_text
+from splitkit.cli.outcome import FOR_PERFETTO, STDOUT, Lines, Outcome, seconds_text
+from splitkit.costs.measuring_run import progress
 from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import FileError, PipelineError, UsageError
+from splitkit.graph.shards import local_tensor
+from splitkit.pipeline.synthesize import load_order
 from splitkit.units import size
 from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
-    import torch
-    from rich.console import RenderableType
-
     from splitkit.cli.reference_model import ReferenceModel
     from splitkit.engine.split import Split
     from splitkit.pipeline.order import PipelineOrder
@@ -58,17 +62,10 @@ if TYPE_CHECKING:
 
 def require_usable(args: Namespace) -> None:
     """Refuse options that need ``--checkpoint`` or ``--nproc``, and a folder with another run's checkpoints."""
-    given = {
-        "--resume": args.resume,
-        "--every": args.every is not None,
-        "--keep": args.keep is not None,
-        "--async-save": args.async_save,
-        "--skip-failed-saves": args.skip_failed_saves,
-        "--max-restarts": args.max_restarts is not None,
-    }
     if args.checkpoint is None:
-        if needy := [word for word, is_given in given.items() if is_given]:
-            raise UsageError("SK601", f"{needy[0]} needs a folder", "Add --checkpoint FOLDER.")
+        needy = ("resume", "every", "keep", "async_save", "skip_failed_saves", "max_restarts")
+        if given := [name.replace("_", "-") for name in needy if getattr(args, name) not in (None, False)]:
+            raise UsageError("SK601", f"--{given[0]} needs a folder", "Add --checkpoint FOLDER.")
         return
     if args.max_restarts is not None and args.nproc is None:
         remedy = "Add --nproc N, or give it to torchrun: torchrun --max-restarts N ... -m splitkit train ... --resume"
@@ -188,10 +185,7 @@ def _rank(args: Namespace) -> Outcome:
 
 
 def _train(args: Namespace) -> dict[str, Any]:
-    import torch.distributed as dist
-
     from splitkit.cli.reference_model import ReferenceModel
-    from splitkit.graph.shards import local_tensor
     from splitkit.runtime.ranks.pipeline import pipeline
     from splitkit.runtime.ranks.rank_agreement import from_every
 
@@ -222,7 +216,6 @@ def _train(args: Namespace) -> dict[str, Any]:
         "peak": launcher.peak_of_process(),
     }
     return {
-        "command": "train",
         "rank": dist.get_rank(),
         "model": work.source.to_dict(),
         "note": split.plan.note,
@@ -262,31 +255,22 @@ def planned_together(args: Namespace) -> tuple[CapturedModel, Plan]:
         require_policy_option(args)
         work, planned = planner(args, args.target)
         return work, planned_once(work.gm, lambda: planned()[0])
-    from splitkit.cli import source
-
-    wanted = source.from_plan(args.target, file, args)
-    captured = prepare_for(file, wanted, getattr(args, "dp", None) or 1)
+    captured = prepare_for(args, file, getattr(args, "dp", None) or 1)
     plan = planned_once(captured.gm, lambda: decoded(captured.gm.graph, args.target, file), group_of(captured))
     return captured, plan
 
 
 def group_of(work: CapturedModel) -> Any:
     """Return the ranks with the stages of this rank's share of the model; ``None`` for all ranks."""
-    from splitkit._torch import group_of_dimensions
-
     return None if work.mesh is None else group_of_dimensions(work.mesh, STAGES, REPLICAS)
 
 
 def schedule_or_order(word: str) -> str | PipelineOrder:
     """Return the name of a schedule, or the order in a file of torch's format."""
-    from splitkit.pipeline.synthesize import load_order
-
     return load_order(word) if word.endswith(".csv") else word
 
 
 def _optimizer(args: Namespace, parameters: Iterable[Any]) -> Any:
-    import torch
-
     rate = args.lr if args.lr is not None else RATES[args.optimizer]
     if args.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=rate)
@@ -301,12 +285,10 @@ def _steps(
     beside: ReferenceModel | None,
     saved: CheckpointFolder | None,
 ) -> dict[str, Any]:
-    import torch.distributed as dist
-
     from splitkit.runtime.ranks.measurements import StepRecorder
 
     losses, times, skipped, recorder, first = list[float](), list[float](), list[str](), None, pipe.steps
-    with _bar(dist.get_rank(), args.steps - first) as advance:
+    with progress(args.steps - first, "training", hidden=dist.get_rank() > 0) as advance:
         for step in range(first, args.steps):
             batch = batch_of(work, pipe.microbatches, step)
             start = time.perf_counter()
@@ -321,7 +303,7 @@ def _steps(
             else:
                 beside.step(batch, each, optimizer)
             optimizer.zero_grad()
-            advance(losses[-1])
+            advance(description=f"loss {losses[-1]:.4f}")
             skipped += save(args, saved, step + 1)
     if saved is not None:
         saved.wait()
@@ -358,26 +340,12 @@ def _require_numbers(losses: torch.Tensor | None, step: int) -> torch.Tensor:
     return losses
 
 
-@contextmanager
-def _bar(rank: int, steps: int) -> Iterator[Any]:
-    """Show a progress bar with the loss on the terminal of rank 0."""
-    if rank or not sys.stderr.isatty():
-        yield lambda loss: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("training", total=steps)
-        yield lambda loss: bar.update(task, advance=1, description=f"loss {loss:.4f}")
-
-
 def _ranks(data: dict[str, Any]) -> str:
     ranks, counts = f"{len(data['ranks'])} ranks", data["replicas"]
     return f"{ranks}, {counts[0]} pipelines" if counts[0] > 1 else ranks
 
 
-def _text(data: dict[str, Any]) -> list[RenderableType]:
+def _text(data: dict[str, Any]) -> Lines:
     losses, check = data["losses"], data["check"]
     rows = {"schedule": f"{data['schedule']}, {data['microbatches']} microbatches on {_ranks(data)}"}
     if losses:
@@ -508,9 +476,7 @@ def require_model(args: Namespace, file: dict[str, Any] | None, command: str) ->
 
 
 def _require_folder(args: Namespace) -> None:
-    from splitkit.runtime import open_stages
-
-    held = open_stages(args.target, args.weights)
+    held = sk.runtime.open_stages(args.target, args.weights)
     files = [str(row["file"].text()) for row in held.manifest["stages"].items()]
     if missing := [file for file in files if not (Path(args.target) / file).is_file()]:
         reason = f"{args.target} has no {missing[0]}, which its manifest names"
@@ -522,7 +488,6 @@ def _require_folder(args: Namespace) -> None:
 
 def _require_order(args: Namespace, counts: Sequence[int], ranks: int | None = None) -> None:
     """Refuse a schedule that does not allow these numbers of replicas of each stage, processes and microbatches."""
-    from splitkit.pipeline.synthesize import load_order
     from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order
     from splitkit.runtime.ranks.replicas import require_replicable
 
@@ -530,7 +495,7 @@ def _require_order(args: Namespace, counts: Sequence[int], ranks: int | None = N
     if not counts or min(counts) < 1:
         return
     ranks = args.nproc if ranks is None else ranks
-    schedule: Any = load_order(args.schedule) if args.schedule.endswith(".csv") else args.schedule
+    schedule = schedule_or_order(args.schedule)
     microbatches = microbatches_or_usual(schedule, args.microbatches)
     require_replicable((), counts, ranks, microbatches)
     placed_order(schedule, counts[0], len(counts), microbatches, ranks)

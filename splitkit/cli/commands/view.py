@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
@@ -28,8 +29,6 @@ from splitkit.errors import CaptureError, UsageError
 from splitkit.files import suffix_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from splitkit.pipeline.order import PipelineOrder
     from splitkit.pipeline.run import ScheduleRun
     from splitkit.pipeline.stage_costs import StageCosts
@@ -139,7 +138,6 @@ def _draw_reached(args: Namespace, error: CaptureError) -> CaptureError:
 
 def _outcome(args: Namespace, work: CapturedModel, text: str) -> Outcome:
     data: dict[str, Any] = {
-        "command": "view",
         "model": work.source.to_dict(),
         "file": str(args.output),
         "bytes": len(text.encode()),

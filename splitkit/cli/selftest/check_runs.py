@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from tempfile import TemporaryFile
 from time import monotonic
 from typing import Any
@@ -72,10 +72,6 @@ class Finding:
     verdict: str = OK
     trace: str = ""
 
-    def to_dict(self) -> dict[str, str]:
-        """Return plain data."""
-        return asdict(self)
-
 
 def run_checks(devices: Sequence[str], show: Callable[[Finding], None], names: Sequence[str]) -> list[Finding]:
     """Run checks on devices, and return what they found.
@@ -105,7 +101,7 @@ def _findings(devices: Sequence[str], left: list[str], end: float) -> Iterator[F
 
     Takes the checks that have run off the list, and starts none at the end.
     """
-    words = [sys.executable, "-m", "splitkit.cli.selftest.device_checks", json.dumps([*devices]), json.dumps(left)]
+    words = worker(devices, left)
     env = os.environ | {"PYTHONUNBUFFERED": "1"}
     with (
         TemporaryFile("w+", encoding="utf-8") as said,
@@ -134,6 +130,11 @@ def _findings(devices: Sequence[str], left: list[str], end: float) -> Iterator[F
             with suppress(ProcessLookupError):
                 os.killpg(own.pid, signal.SIGKILL)  # and the ranks that it started
             reader.join(10)
+
+
+def worker(devices: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the command of a process that runs checks on devices."""
+    return [sys.executable, "-m", "splitkit.cli.selftest.device_checks", json.dumps([*devices]), json.dumps([*names])]
 
 
 def _read(stdout: Iterable[str], lines: queue.Queue[str | None]) -> None:

@@ -15,6 +15,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from statistics import median
@@ -26,7 +27,7 @@ import torch
 from torch import nn
 
 import splitkit as sk
-from splitkit.cli.selftest.check_runs import FAILED, MEASURED, NOT_RUN, OK, SECONDS, Finding
+from splitkit.cli.selftest.check_runs import FAILED, MEASURED, NOT_RUN, OK, SECONDS, Finding, worker
 from splitkit.costs.named import known_device
 from splitkit.engine.pair import Pair
 from splitkit.frontends.joint_capture import Joint
@@ -146,8 +147,8 @@ def _same(name: str, what: str, good: bool, figure: str, limit: str) -> Finding:
 # Equal to the unsplit model: outputs, gradients, buffers and random numbers.
 
 
-def _equal(model: str, devices: Sequence[torch.device]) -> Iterator[Finding]:
-    check = f"equal: {model}"
+def _equal(check: str, devices: Sequence[torch.device]) -> Iterator[Finding]:
+    model = check.removeprefix("equal: ")
     for precision in ("float32", "bfloat16", "float16"):
         example = small(model, devices[0], precision)
         gm = sk.capture(example.model, **example.kwargs)
@@ -159,8 +160,8 @@ def _equal(model: str, devices: Sequence[torch.device]) -> Iterator[Finding]:
             yield _same(check, f"{precision}, {type(policy).__name__}", found.same, figure, "the model's numbers")
 
 
-def _two_devices(devices: Sequence[torch.device]) -> Iterator[Finding]:
-    check, other = "equal: two devices", devices[1] if len(devices) > 1 else torch.device("cpu")
+def _two_devices(check: str, devices: Sequence[torch.device]) -> Iterator[Finding]:
+    other = devices[1] if len(devices) > 1 else torch.device("cpu")
     for name in ("gpt2", "llama", "t5", "conv net"):
         for policy in (
             Stages(2),
@@ -196,8 +197,7 @@ def _results(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.
 # Captured elsewhere, and played again as a CUDA graph.
 
 
-def _on_meta(devices: Sequence[torch.device]) -> Iterator[Finding]:
-    check = "capture: on meta"
+def _on_meta(check: str, devices: Sequence[torch.device]) -> Iterator[Finding]:
     for name in ("gpt2", "llama"):
         example = small(name, devices[0])
         model: Any = example.model.eval()
@@ -214,8 +214,7 @@ def _on_meta(devices: Sequence[torch.device]) -> Iterator[Finding]:
         yield _same(check, f"{name}, weights loaded later", apart <= _APART, figure, f"at most {_APART:.0e}")
 
 
-def _cuda_graphs(devices: Sequence[torch.device]) -> Iterator[Finding]:
-    check = "capture: CUDA graphs"
+def _cuda_graphs(check: str, devices: Sequence[torch.device]) -> Iterator[Finding]:
     if devices[0].type != "cuda":
         yield Finding(check, "a part as a CUDA graph", f"{devices[0]} has none", "", NOT_RUN)
         return
@@ -233,8 +232,7 @@ def _cuda_graphs(devices: Sequence[torch.device]) -> Iterator[Finding]:
 # Values that wait on the host meanwhile, by copies beside the computation.
 
 
-def _offload(devices: Sequence[torch.device]) -> Iterator[Finding]:
-    check = "streams: offload"
+def _offload(check: str, devices: Sequence[torch.device]) -> Iterator[Finding]:
     losses: dict[bool, list[torch.Tensor]] = {}
     moved = 0
     for offload in (False, True):
@@ -259,14 +257,7 @@ def _races(check: str, device: torch.device) -> Finding:
     if tool is None or device.type != "cuda":
         reason = "compute-sanitizer is not installed" if tool is None else f"it watches CUDA only, not {device}"
         return Finding(check, what, reason, "", NOT_RUN)
-    worker = [
-        sys.executable,
-        "-m",
-        "splitkit.cli.selftest.device_checks",
-        json.dumps([str(device)]),
-        json.dumps([check]),
-    ]
-    words = [tool, "--tool", "racecheck", "--error-exitcode", "9", *worker]
+    words = [tool, "--tool", "racecheck", "--error-exitcode", "9", *worker([str(device)], [check])]
     ended = subprocess.run(words, env=os.environ | {_INSIDE: "1"}, capture_output=True, text=True)
     if ended.returncode == 0:
         return Finding(check, what, "no race", "no race")
@@ -290,16 +281,6 @@ def _trained(joint: Any, pair: Any, example: Example) -> list[torch.Tensor]:
     return losses
 
 
-_NUMBERS: dict[str, Callable[[Sequence[torch.device]], Iterable[Finding]]] = {
-    **{f"equal: {name}": partial(_equal, name) for name in ("gpt2", "llama", "t5", "conv net")},
-    "equal: two devices": _two_devices,
-    "capture: on meta": _on_meta,
-    "capture: CUDA graphs": _cuda_graphs,
-    "streams: offload": _offload,
-}
-"""Name of a check -> what runs it on devices, the first of which is tested."""
-
-
 # Checks of figures on a device: the bytes and seconds that plans predict, beside those that runs take.
 
 
@@ -319,8 +300,7 @@ _CLASSES = 6
 # Memory: what the allocator's peak is beside the plan's.
 
 
-def _forward_memory(devices: Sequence[torch.device]) -> Iterator[Finding]:
-    check = "memory: forward"
+def _forward_memory(check: str, devices: Sequence[torch.device]) -> Iterator[Finding]:
     example = large(devices[0])
     gm = sk.capture(example.model, **example.kwargs)
     with torch.no_grad():
@@ -330,8 +310,7 @@ def _forward_memory(devices: Sequence[torch.device]) -> Iterator[Finding]:
     yield from _bytes(check, "gpt2 without autograd", planned.peak, measured, devices[0])
 
 
-def _budgets(devices: Sequence[torch.device]) -> Iterator[Finding]:
-    check = "memory: budgets"
+def _budgets(check: str, devices: Sequence[torch.device]) -> Iterator[Finding]:
     example = large(devices[0])
     joint = sk.capture_joint(example.model, **example.kwargs)
     peak = TrainingRun(joint, _pair(joint, Budget(1.0))).profile.peak
@@ -350,8 +329,7 @@ def _budgets(devices: Sequence[torch.device]) -> Iterator[Finding]:
         yield Finding(check, "the most that torch reserved", size(reserved), "", MEASURED)
 
 
-def _loop(devices: Sequence[torch.device]) -> Iterator[Finding]:
-    check = "memory: a training loop"
+def _loop(check: str, devices: Sequence[torch.device]) -> Iterator[Finding]:
     example = large(devices[0])
     planned = sk.dry_run(example.model, **example.kwargs).peak
     step = partial(_step, example.model, example)
@@ -421,8 +399,8 @@ def _card(device: torch.device) -> str:
     return known_device(torch.cuda.get_device_name(device)) or "h100"
 
 
-def _times(devices: Sequence[torch.device]) -> Iterator[Finding]:
-    check, device = "speed: prices", devices[0]
+def _times(check: str, devices: Sequence[torch.device]) -> Iterator[Finding]:
+    device = devices[0]
     if device.type not in _CLOCKS:
         yield Finding(check, "ops of gpt2", f"{device.type} has no clock of its kernels", "", NOT_RUN)
         return
@@ -446,8 +424,9 @@ def _times(devices: Sequence[torch.device]) -> Iterator[Finding]:
     yield Finding(check, "forward of gpt2", f"{figure}roofline {duration(predicted['predicted'])}", "", MEASURED)
 
 
-def _order(devices: Sequence[torch.device]) -> Iterator[Finding]:
-    check = "speed: order of plans"
+def _order(check: str, devices: Sequence[torch.device]) -> Iterator[Finding]:
+    from scipy.stats import spearmanr
+
     example = large(devices[0])
     joint = sk.capture_joint(example.model, **example.kwargs)
     primals, tangents = joint.primals(**example.kwargs), joint.tangents()
@@ -458,7 +437,7 @@ def _order(devices: Sequence[torch.device]) -> Iterator[Finding]:
     measured = _seconds([partial(lambda pair: pair.run(list(primals), tangents), one) for one in pairs], devices[0])
     for name, costs in prices.items():
         predicted = [_predicted(joint, pair, costs) for pair in pairs]
-        alike = _rank_correlation(predicted, measured)
+        alike = float(spearmanr(predicted, measured).statistic)
         figure = (
             f"rank correlation {alike:.2f}; {duration(min(measured))} to {duration(max(measured))}, "
             f"predicted {duration(min(predicted))} to {duration(max(predicted))}"
@@ -477,14 +456,7 @@ def _predicted(joint: Joint, pair: Pair, costs: Any) -> float:
     return float(sum(map(costs.seconds, run)))
 
 
-def _rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    from scipy.stats import spearmanr
-
-    return float(spearmanr(a, b).statistic)
-
-
-def _beside_torch(devices: Sequence[torch.device]) -> Iterator[Finding]:
-    check = "speed: torch's peak"
+def _beside_torch(check: str, devices: Sequence[torch.device]) -> Iterator[Finding]:
     run, budget = _budget_of_torch(devices[0])
     example = large(devices[0])
     runs = {"torch's partitioner": run, "a budget of its peak": TrainingRun(run.joint, _pair(run.joint, budget))}
@@ -509,8 +481,8 @@ def _budget_of_torch(device: torch.device) -> tuple[TrainingRun, Budget]:
     return theirs, Budget(theirs.profile.peak, candidates=(Remat(lambda node: node.name in kept),))
 
 
-def _compiled(devices: Sequence[torch.device]) -> Iterator[Finding]:
-    check, kind = "speed: compiled", devices[0].type
+def _compiled(check: str, devices: Sequence[torch.device]) -> Iterator[Finding]:
+    kind = devices[0].type
     if not {"cpu": shutil.which("g++"), "cuda": find_spec("triton")}.get(kind):
         needs = "needs g++" if kind == "cpu" else "needs triton" if kind == "cuda" else f"is not tried on {kind}"
         yield Finding(check, "a step of gpt2", f"Inductor {needs}", "", NOT_RUN)
@@ -560,18 +532,6 @@ def _wait(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-_FIGURES: dict[str, Callable[[Sequence[torch.device]], Iterable[Finding]]] = {
-    "memory: forward": _forward_memory,
-    "memory: budgets": _budgets,
-    "memory: a training loop": _loop,
-    "speed: prices": _times,
-    "speed: order of plans": _order,
-    "speed: torch's peak": _beside_torch,
-    "speed: compiled": _compiled,
-}
-"""Name of a check -> what runs it on devices, the first of which is tested."""
-
-
 # Checks of pipelines on ranks: equal to the unsplit model, over NCCL or the host, and what a killed rank leaves.
 
 
@@ -581,10 +541,10 @@ _BOUND = 30.0
 """Seconds in which the other ranks must have ended after one is killed."""
 
 
-def _trials(check: str, kinds: Sequence[str], devices: Sequence[torch.device]) -> Iterator[Finding]:
-    backend, placed = _on(devices)
-    for kind in kinds:
-        yield _trial(check, kind, backend, placed)
+def _trials(check: str, devices: Sequence[torch.device]) -> Iterator[Finding]:
+    (backend, placed), kind = _on(devices), check.removeprefix("ranks: ")
+    for schedule in ("", ", ZBV"):
+        yield _trial(check, f"{kind}{schedule}", backend, placed)
 
 
 def _trial(check: str, kind: str, backend: str, devices: Sequence[str]) -> Finding:
@@ -608,16 +568,14 @@ def _on(devices: Sequence[torch.device]) -> tuple[str, list[str]]:
     return "host", [first, first]
 
 
-def _nccl(devices: Sequence[torch.device]) -> Iterator[Finding]:
-    check = "ranks: one rank of NCCL"
+def _nccl(check: str, devices: Sequence[torch.device]) -> Iterator[Finding]:
     if devices[0].type != "cuda":
         yield Finding(check, "a pipeline of one rank", f"{devices[0]} has no NCCL", "", NOT_RUN)
         return
     yield _trial(check, "forward plan", "nccl", [str(devices[0])])
 
 
-def _killed(devices: Sequence[torch.device]) -> Iterator[Finding]:
-    check = "ranks: a killed rank"
+def _killed(check: str, devices: Sequence[torch.device]) -> Iterator[Finding]:
     backend, placed = _on(devices)
     codes, said, seconds = _launch("killed rank", backend, placed)
     named = any("rank 1" in line for line in said)
@@ -655,33 +613,38 @@ def _launch(kind: str, backend: str, devices: Sequence[str]) -> tuple[list[int |
     return [process.returncode for process in started], said, monotonic() - first
 
 
-_RANKS: dict[str, Callable[[Sequence[torch.device]], Iterable[Finding]]] = {
-    "ranks: forward plan": partial(_trials, "ranks: forward plan", ("forward plan", "forward plan, ZBV")),
-    "ranks: joint plan": partial(_trials, "ranks: joint plan", ("joint plan", "joint plan, ZBV")),
-    "ranks: one rank of NCCL": _nccl,
-    "ranks: a killed rank": _killed,
-}
-"""Name of a check -> what runs it on devices, the first of which is tested."""
-
-
 # One process of ``splitkit doctor --device``: runs checks on devices and prints what they find, a JSON line each.
 
 
-Check = Callable[[Sequence[torch.device]], Iterable[Finding]]
-
-CHECKS: dict[str, Check] = {**_NUMBERS, **_FIGURES, **_RANKS}
-"""Name of a check -> what runs it; the names and their order are those of `SECONDS`."""
+CHECKS: dict[str, Callable[[str, Sequence[torch.device]], Iterable[Finding]]] = {
+    **dict.fromkeys(("equal: gpt2", "equal: llama", "equal: t5", "equal: conv net"), _equal),
+    "equal: two devices": _two_devices,
+    "capture: on meta": _on_meta,
+    "capture: CUDA graphs": _cuda_graphs,
+    "streams: offload": _offload,
+    "memory: forward": _forward_memory,
+    "memory: budgets": _budgets,
+    "memory: a training loop": _loop,
+    "speed: prices": _times,
+    "speed: order of plans": _order,
+    "speed: torch's peak": _beside_torch,
+    "speed: compiled": _compiled,
+    **dict.fromkeys(("ranks: forward plan", "ranks: joint plan"), _trials),
+    "ranks: one rank of NCCL": _nccl,
+    "ranks: a killed rank": _killed,
+}
+"""Name of a check -> what runs it on devices, the first of which is tested; the names are those of `SECONDS`."""
 
 
 def run(name: str, devices: Sequence[torch.device]) -> bool:
     """Run a check and print its findings; return whether it raised an exception."""
     try:
-        for finding in CHECKS[name](devices):
-            print(json.dumps(finding.to_dict()), flush=True)
+        for finding in CHECKS[name](name, devices):
+            print(json.dumps(asdict(finding)), flush=True)
     except Exception as error:
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         line = Finding(name, "the whole check", said, "no error", FAILED, traceback.format_exc(limit=-8))
-        print(json.dumps(line.to_dict()), flush=True)
+        print(json.dumps(asdict(line)), flush=True)
         return True
     finally:
         print(json.dumps({"end": name}), flush=True)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import dataclass
 from itertools import chain, repeat
-from pathlib import Path
-from typing import Any
 
 from splitkit.checks import is_whole, plain_name
-from splitkit.errors import CostError, FileError, UsageError
-from splitkit.hardware.device_specs import Device, device_from_table, devices, find_device
+from splitkit.errors import CostError, UsageError
+from splitkit.hardware.device_specs import Device, device_from_table, device_tables, devices, find_device
 from splitkit.units import read_size
 
 MOST = 1024
@@ -144,14 +141,15 @@ def read_device_list(text: str) -> DeviceList:
         UsageError: SK601 if the text has another form, or names too many devices.
     """
     if is_file(text):
-        return _from_file(text)
+        return devices_in_file(text)
     return DeviceList(
         tuple(chain.from_iterable(repeat(find_device(name), count) for name, count in device_counts(text)))
     )
 
 
-def _from_file(path: str) -> DeviceList:
-    tables = _tables(path)
+def devices_in_file(path: str) -> DeviceList:
+    """Return the devices that a file describes; raise the errors of `read_device_list`."""
+    tables = device_tables(path)
     links = tables.pop("links", None)
     if links is not None and not isinstance(links, str):
         raise CostError("SK322", f"{path}: links is {links!r}", 'Name what connects the devices: links = "nvlink4".')
@@ -161,17 +159,6 @@ def _from_file(path: str) -> DeviceList:
         raise CostError("SK320", f"{path} describes no device", "Write one table per device; see load_devices.")
     _require_few(path, sum(numbers.values()))
     return DeviceList(tuple(chain.from_iterable(repeat(found[name], numbers[name]) for name in found)), links)
-
-
-def _tables(path: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileError("SK504", f"{path} cannot be read: {error}", "Give the path of a TOML file.") from error
-    except tomllib.TOMLDecodeError as error:
-        raise CostError(
-            "SK320", f"{path} is not TOML: {error}", "Write one table per device; see load_devices."
-        ) from error
 
 
 def _count(path: str, name: str, table: object) -> int:

@@ -239,11 +239,6 @@ def add_view(parser: argparse._ActionsContainer, what: str) -> None:
     parser.add_argument("--view", metavar="FILE", help=f"also write a page for a browser: {what}")
 
 
-def add_output(parser: argparse._ActionsContainer) -> None:
-    """Add ``--output`` for a plan file."""
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON (- for standard output)")
-
-
 def add_plan_or_model(parser: Parser) -> None:
     """Add the arguments for a plan file, or a model and a policy."""
     add_plan_target(parser)

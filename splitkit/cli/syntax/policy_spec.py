@@ -140,7 +140,7 @@ def _require_writable(policy: Builtin) -> None:
     if policy.function:
         raise UsageError(
             "SK601",
-            f"{policy.name} takes a function ({policy.function.name}), which the command line cannot give",
+            f"{policy.name} takes a function ({policy.function}), which the command line cannot give",
             f"Use ByName({{...}}), or Python: splitkit.plan(gm, policies.{policy.name}(...)).save('plan.json').",
         )
 
@@ -184,45 +184,20 @@ PACKAGE = "splitkit.policies"
 
 
 @dataclass(frozen=True)
-class Field:
-    """A parameter of a policy: name, annotation and default as written in the source."""
-
-    name: str
-    annotation: str
-    default: str | None
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.annotation}" + (f" = {self.default}" if self.default is not None else "")
-
-    @property
-    def needs_a_function(self) -> bool:
-        """Whether the parameter is a required function."""
-        return self.default is None and "Callable" in self.annotation
-
-
-@dataclass(frozen=True)
 class Builtin:
     """One of splitkit's own policies.
 
     Attributes:
         name: the name of the policy's class.
-        fields: its parameters.
+        signature: the name with the parameters as written in the source, such as ``RoundRobin(n: int)``.
+        function: the parameter that cannot be written on the command line, a required function; empty if there is none.
         doc: the first sentence of its docstring.
     """
 
     name: str
-    fields: tuple[Field, ...]
+    signature: str
+    function: str
     doc: str
-
-    @property
-    def signature(self) -> str:
-        """The signature, such as ``RoundRobin(n: int)``."""
-        return f"{self.name}({', '.join(map(str, self.fields))})"
-
-    @property
-    def function(self) -> Field | None:
-        """The parameter that cannot be written on the command line, if there is one."""
-        return next((f for f in self.fields if f.needs_a_function), None)
 
 
 def builtins() -> dict[str, Builtin]:
@@ -235,7 +210,8 @@ def builtins() -> dict[str, Builtin]:
             source = file.read_text(encoding="utf-8")
             classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
             for alias in statement.names:
-                if alias.name in classes and _assigns(classes[alias.name]):
+                body = classes[alias.name].body if alias.name in classes else []
+                if any(isinstance(item, ast.FunctionDef) and item.name == "assign" for item in body):
                     found[alias.name] = _builtin(classes[alias.name])
     return dict(sorted(found.items()))
 
@@ -245,19 +221,18 @@ def installed() -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group=GROUP)}
 
 
-def _assigns(node: ast.ClassDef) -> bool:
-    return any(isinstance(item, ast.FunctionDef) and item.name == "assign" for item in node.body)
-
-
 def _builtin(node: ast.ClassDef) -> Builtin:
-    fields = tuple(
-        Field(item.target.id, ast.unparse(item.annotation), _default(item.value))
+    fields = [
+        (item.target.id, ast.unparse(item.annotation), _default(item.value))
         for item in node.body
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.target.id[0] != "_"
         if not ast.unparse(item.annotation).startswith(("ClassVar", "InitVar"))
-    )
+    ]
+    texts = [f"{name}: {kind}" + (f" = {default}" if default is not None else "") for name, kind, default in fields]
+    function = next((name for name, kind, default in fields if default is None and "Callable" in kind), "")
     doc = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
-    return Builtin(node.name, fields, doc.partition(". ")[0].rstrip(".").replace("`", "") + ".")
+    said = doc.partition(". ")[0].rstrip(".").replace("`", "") + "."
+    return Builtin(node.name, f"{node.name}({', '.join(texts)})", function, said)
 
 
 def _default(value: ast.expr | None) -> str | None:

@@ -80,15 +80,11 @@ def _packet_random(namespace: str, name: str) -> bool:
         return True
     for candidate in {name, name.rstrip("_")}:
         packet = getattr(getattr(torch.ops, namespace), candidate, None)
-        if isinstance(packet, OpOverloadPacket) and any(map(_tagged_random, overloads_of(packet))):
-            return True
+        for op in overloads_of(packet) if isinstance(packet, OpOverloadPacket) else ():
+            generators = ("Generator" in str(a.type) for a in op._schema.arguments)
+            if torch.Tag.nondeterministic_seeded in op.tags or any(generators):
+                return True
     return False
-
-
-def _tagged_random(op: OpOverload) -> bool:
-    if torch.Tag.nondeterministic_seeded in op.tags:
-        return True
-    return any("Generator" in str(a.type) for a in op._schema.arguments)
 
 
 def overloads_of(packet: Any) -> list[OpOverload]:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from splitkit._torch import define_op
+
 
 def _selective_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     out, held = x.new_empty(x.shape), state.clone()
@@ -66,46 +68,35 @@ def _like(state: Tensor, x: Tensor) -> Tensor:
     return torch.empty_like(state)
 
 
-_LIBRARY = torch.library.Library("splitkit", "FRAGMENT")  # type: ignore[no-untyped-call]
-for _schema, _kernel in (
-    ("selective_scan(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor state) -> (Tensor, Tensor)",
-     _selective_scan),
-    ("chunked_scan(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor state, int chunk) -> (Tensor, Tensor)",
-     _chunked_scan),
-    ("limited_steps(Tensor dt, float least, float most, SymInt before) -> Tensor", _limited),
-):  # fmt: skip
-    _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
-    _LIBRARY.impl(_schema.partition("(")[0], _kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    # they run for inference only; without this, torch warns of gradients when a plan looks for them
-    _LIBRARY.impl(_schema.partition("(")[0], torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake(
-    "splitkit::selective_scan",
+SELECTIVE_SCAN: Any = define_op(
+    "selective_scan(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor state) -> (Tensor, Tensor)",
+    _selective_scan,
     lambda x, dt, a, b, c, state: (x.new_empty(x.shape), _like(state, x)),
-    lib=_LIBRARY,
+    inference=True,
 )
-torch.library.register_fake(
-    "splitkit::chunked_scan",
-    lambda x, dt, a, b, c, state, chunk: (x.new_empty(x.shape, dtype=torch.float), _like(state, x)),
-    lib=_LIBRARY,
-)
-torch.library.register_fake(
-    "splitkit::limited_steps", lambda dt, least, most, before: torch.empty_like(dt), lib=_LIBRARY
-)
-
-SELECTIVE_SCAN: Any = torch.ops.splitkit.selective_scan.default
 """``(x, dt, a, b, c, state) -> (y, state)``.
 
 ``x``, ``dt`` and ``y`` are ``[sequences, channels, tokens]``, ``a`` is ``[channels, states]``, ``b`` and ``c`` are
 ``[sequences, tokens, states]``, and ``state`` is ``[sequences, channels, states]``.
 """
-CHUNKED_SCAN: Any = torch.ops.splitkit.chunked_scan.default
+CHUNKED_SCAN: Any = define_op(
+    "chunked_scan(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor state, int chunk) -> (Tensor, Tensor)",
+    _chunked_scan,
+    lambda x, dt, a, b, c, state, chunk: (x.new_empty(x.shape, dtype=torch.float), _like(state, x)),
+    inference=True,
+)
 """``(x, dt, a, b, c, state, chunk) -> (y, state)``; ``y`` is float32.
 
 ``x`` and ``y`` are ``[sequences, tokens, heads, channels]``, ``dt`` is ``[sequences, tokens, heads]``, ``a`` is
 ``[heads]``, ``b`` and ``c`` are ``[sequences, tokens, groups, states]``, ``state`` is
 ``[sequences, heads, channels, states]``, and ``chunk`` is the most tokens that are computed together.
 """
-LIMITED_STEPS: Any = torch.ops.splitkit.limited_steps.default
+LIMITED_STEPS: Any = define_op(
+    "limited_steps(Tensor dt, float least, float most, SymInt before) -> Tensor",
+    _limited,
+    lambda dt, least, most, before: torch.empty_like(dt),
+    inference=True,
+)
 """``(dt, least, most, before) -> dt``: limits the time steps of a prompt, ``[sequences, tokens, heads]``.
 
 transformers does not limit those of a single token with others ``before`` it.

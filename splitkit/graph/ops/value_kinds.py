@@ -429,11 +429,16 @@ def _positions(node: Node) -> tuple[int, ...]:
         return (0,) if isinstance(first, Node) and isinstance(value_of(first), torch.Tensor) else ()
     if node.op == "call_module":
         return ()
-    if isinstance(target, (OpOverload, OpOverloadPacket)):
-        schema = target._schema.name if isinstance(target, OpOverload) else target._qualified_op_name
-        return op_tables.SIZES_OF.get(schema.removeprefix("aten::"), ())
-    name = torch_name(target)
+    name = _name_of(target)
     return op_tables.SIZES_OF.get(name, ()) if name else ()
+
+
+def _name_of(target: Any) -> str | None:
+    """Return the name of an operator, or of a function or method that torch defines; ``None`` for all others."""
+    if not isinstance(target, (OpOverload, OpOverloadPacket)):
+        return torch_name(target)
+    schema = target._schema.name if isinstance(target, OpOverload) else target._qualified_op_name
+    return str(schema).removeprefix("aten::")
 
 
 def _is_plain(argument: Node) -> bool:
@@ -473,12 +478,9 @@ def _only_refers(node: Node, base: Node, root: nn.Module, known: Known) -> bool:
         return _is_basic(node.args[1]) and _is_tensor(base, root, known)
     if target is getattr:
         return node.args[1] in op_tables.VIEW_ATTRIBUTES and _is_tensor(base, root, known)
-    if isinstance(target, (OpOverload, OpOverloadPacket)):
-        schema = target._schema.name if isinstance(target, OpOverload) else target._qualified_op_name
-        return schema.removeprefix("aten::") in op_tables.VIEWS
     if str(getattr(target, "__module__", "")).startswith("torch.nn"):  # F.unfold copies
         return False
-    return torch_name(target) in op_tables.VIEWS
+    return _name_of(target) in op_tables.VIEWS
 
 
 def _is_tensor(base: Node, root: nn.Module, known: Known) -> bool:

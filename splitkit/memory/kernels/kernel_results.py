@@ -93,21 +93,9 @@ def _arrived(copy: Tensor, source: Tensor) -> Tensor:
     return copy
 
 
-_LIBRARY = torch.library.Library("splitkit", "FRAGMENT")  # type: ignore[no-untyped-call]
-for _schema, _kernel in (
-    ("to_host(Tensor x) -> Tensor", _to_host),
-    ("to_device(Tensor x, Device device) -> Tensor", _to_device),
-    ("arrived(Tensor(a) copy, Tensor source) -> Tensor(a)", _arrived),
-):
-    _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
-    _LIBRARY.impl(_schema.partition("(")[0], _kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("splitkit::to_host", lambda x: _like(x, torch.device("cpu")), lib=_LIBRARY)
-torch.library.register_fake("splitkit::to_device", lambda x, device: _like(x, device), lib=_LIBRARY)
-torch.library.register_fake("splitkit::arrived", lambda copy, source: copy, lib=_LIBRARY)
-
-TO_HOST: Any = torch.ops.splitkit.to_host.default
-TO_DEVICE: Any = torch.ops.splitkit.to_device.default
-ARRIVED: Any = torch.ops.splitkit.arrived.default
+TO_HOST = _torch.define_op("to_host(Tensor x) -> Tensor", _to_host, lambda x: _like(x, torch.device("cpu")))
+TO_DEVICE = _torch.define_op("to_device(Tensor x, Device device) -> Tensor", _to_device, _like)
+ARRIVED = _torch.define_op("arrived(Tensor(a) copy, Tensor source) -> Tensor(a)", _arrived, lambda copy, source: copy)
 
 
 def host_value(value: Tensor) -> Tensor:

@@ -144,7 +144,7 @@ def _inside_attention(choices: RecomputeChoices, costs: Costs) -> int:
     flow, kernels = choices.problem.flow, kernels_of(costs)
     if kernels in (None, CPU):
         return 0
-    inside = {node for kernel in decomposed_attention(flow.graph) for node in kernel.nodes}
+    inside = {node for nodes, *_ in decomposed_attention(flow.graph) for node in nodes}
     storages = {s for node in choices.saved if flow.producer(node) in inside for s in flow.storages.under(node)}
     return sum(flow.storages.nbytes[storage] for storage in storages)
 
