@@ -17,8 +17,7 @@ from splitkit.checks import nbytes
 from splitkit.costs import roofline
 from splitkit.costs.roofline import mesh_of
 from splitkit.errors import CycleError, SplitError, listed
-from splitkit.graph.dataflow import Dataflow, module_path, waits_for
-from splitkit.graph.dependences import nodes_after
+from splitkit.graph.dataflow import Dataflow, module_path, nodes_after, waits_for
 from splitkit.hardware.device_specs import find_device
 from splitkit.pipeline.inseparable_nodes import together_because
 from splitkit.pipeline.purpose import purpose, ranks_of
