@@ -23,9 +23,7 @@ from splitkit.plans.record import Plan
 from splitkit.training.emission_order import EmissionOrder
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow
 from splitkit.training.stage_parts import FULL_BACKWARD, SPLIT_BACKWARD, StagePart, is_staged, known_part, stage_part
-from splitkit.training.stage_plan import GradientTerm, gradient_terms, tied_parameters
-
-Places = dict[Node, tuple[PartKey, ...]]
+from splitkit.training.stage_plan import GradientTerm, Places, gradient_terms, tied_parameters
 
 
 def divide_by_policy(flow: JointFlow, policy: PolicyLike, costs: Costs) -> Pair | StagedStep:
@@ -130,10 +128,11 @@ class _Division:
         traffic = StageTraffic(self.line, self.places)
         for part, nodes in self.members.items():
             for node in nodes:
-                traffic.take(part, node.all_input_nodes, f"for {node.name}")
+                for value in node.all_input_nodes:
+                    traffic.take(part, value, f"for {node.name}")
         for part, terms in self.returned.items():
-            for term in terms:
-                traffic.take(part, term.nodes, "as a gradient")
+            for value in (node for term in terms for node in term.nodes):
+                traffic.take(part, value, "as a gradient")
         return traffic
 
     def step(self) -> StagedStep:
@@ -396,16 +395,12 @@ class StageTraffic:
     places: Places
     taken: dict[StagePart, dict[Node, StagePart]] = field(default_factory=dict)
 
-    def take(self, part: StagePart, values: Iterable[Node], why: str) -> None:
-        """Let a part have these values.
+    def take(self, part: StagePart, value: Node, why: str) -> None:
+        """Let a part have a value.
 
         Raises:
             CycleError: SK203 for a value that no part before it has; ``why`` says what it is needed for.
         """
-        for value in values:
-            self._take(part, value, why)
-
-    def _take(self, part: StagePart, value: Node, why: str) -> None:
         while part not in self.places[value] and value not in self.taken.setdefault(part, {}):
             source = next((p for p in self._sources(part, value) if self._has(value, p)), None)
             if source is None:

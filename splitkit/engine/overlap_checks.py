@@ -51,17 +51,11 @@ class _Reader:
     def attribute(self, name: str) -> Node:
         """Return a node for an attribute of the parent or a part; it yields ``None`` where a part's is gone."""
         if name not in self.made:
-            *owner, last = name.split(".")
-            if not owner or owner[0] not in self.parts:
-                self.made[name] = self.graph.get_attr(name)
+            owner, _, last = name.rpartition(".")
+            if owner and name.split(".")[0] in self.parts:
+                self.made[name] = self.graph.call_function(getattr, (self.attribute(owner), last, None))
             else:
-                inside = self.attribute(".".join(owner)) if owner[1:] else self._part(owner[0])
-                self.made[name] = self.graph.call_function(getattr, (inside, last, None))
-        return self.made[name]
-
-    def _part(self, name: str) -> Node:
-        if name not in self.made:
-            self.made[name] = self.graph.get_attr(name)
+                self.made[name] = self.graph.get_attr(name)
         return self.made[name]
 
 
@@ -111,9 +105,9 @@ def add_overlap_check(
     inputs = [n for n in flow.scope if n.op == "placeholder"]
     if not inputs or not any(e.writes or e.writes_state or not e.known for e in acting):
         return
-    times = _execution_times(steps)
-    if _keeps_order(flow, times):
+    if keeps_order(flow, steps):
         return
+    times = _execution_times(steps)
     held = [storage_key(t) for e in acting for t in e.reads_state]
     attributes = [n for n in flow.scope if n.op == "get_attr"]
     memory = memory_classes(flow.effects, flow.root, besides=[*inputs, *attributes, *held])
@@ -168,26 +162,20 @@ class _Order:
 
     def __init__(self, uses: Iterable[Use]) -> None:
         known = sorted(uses)
-        self.every, self.writes = _SortedUses(known), _SortedUses([use for use in known if use.writes])
+        self._tables = {True: _table(known), False: _table([use for use in known if use.writes])}
 
     def clashes(self, use: Use) -> bool:
         """Whether one of the uses runs on the wrong side of ``use``; if ``use`` only reads, only writes count."""
-        return (self.every if use.writes else self.writes).clashes(use)
+        places, latest, earliest = self._tables[use.writes]
+        before, after = bisect_left(places, use.place), bisect_right(places, use.place)
+        return (before > 0 and latest[before - 1] >= use.first) or (after < len(places) and earliest[after] <= use.last)
 
 
-class _SortedUses:
-    """Uses by place in the graph, with the latest time of every prefix and the earliest of every suffix."""
-
-    def __init__(self, uses: Sequence[Use]) -> None:
-        self.places = [use.place for use in uses]
-        self.latest = list(accumulate((use.last for use in uses), max))  # of this use and those before
-        # of this use and those after
-        self.earliest = list(accumulate((use.first for use in reversed(uses)), min))[::-1]
-
-    def clashes(self, use: Use) -> bool:
-        before, after = bisect_left(self.places, use.place), bisect_right(self.places, use.place)
-        late = before > 0 and self.latest[before - 1] >= use.first
-        return late or (after < len(self.places) and self.earliest[after] <= use.last)
+def _table(uses: Sequence[Use]) -> tuple[list[int], list[int], list[int]]:
+    """Return the places of uses in the graph, the latest time of every prefix and the earliest of every suffix."""
+    latest = accumulate((use.last for use in uses), max)
+    earliest = accumulate((use.first for use in reversed(uses)), min)
+    return [use.place for use in uses], [*latest], [*earliest][::-1]
 
 
 def _class_in(memory: Memory, item: Hashable) -> Hashable:
@@ -205,9 +193,9 @@ def _execution_times(steps: Sequence[Subgraph | Node]) -> dict[Node, tuple[int, 
     return times
 
 
-def _keeps_order(flow: Dataflow, times: Mapping[Node, tuple[int, int]]) -> bool:
+def keeps_order(flow: Dataflow, steps: Sequence[Subgraph | Node]) -> bool:
     """Whether the nodes run one by one in the order of the graph."""
-    latest = -1
+    times, latest = _execution_times(steps), -1
     for node in filter(times.__contains__, flow.nodes):
         first, last = times[node]
         if first <= latest:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from splitkit.files import PathLike
 
 
-Places = dict[Node, tuple[PartKey, ...]]
 _SHOWN = 5  # how many saved values a pair prints
 
 
@@ -245,7 +244,7 @@ def _with_homes(flow: JointFlow, plan: Plan) -> Plan:
 
 def _complete(flow: JointFlow, plan: Plan) -> Plan:
     """Return the plan with places for inputs, members of tuples and attributes as well."""
-    places: Places = {n: (FORWARD,) for n in flow.scope if n.op == "placeholder"}
+    places: dict[Node, tuple[PartKey, ...]] = {n: (FORWARD,) for n in flow.scope if n.op == "placeholder"}
     places |= dict.fromkeys(flow.backward_inputs, (BACKWARD,))
     places |= {n: plan.places[flow.producer(n)] for n in flow.scope if flow.producer(n) in plan.places}
     for node in flow.scope:
@@ -400,8 +399,10 @@ class HostCopies:
         early, late = ({node: i for i, node in enumerate(nodes)} for nodes in (forward, backward))
         for one in offloaded:
             value = one.value
-            if flaw := _why_not(flow, value, saved, early):
+            if flaw := why_not_offloaded(flow, value, saved, "backward"):
                 raise offload_refused(value, flaw)
+            if value not in early:
+                raise offload_refused(value, "forward does not compute it")
             last = max((early[n] for n in _readers(flow, value, forward)), default=early[value])
             first = next(iter(_readers(flow, value, backward)))
             release, fetch = one.release or forward[max(last, early[value])], one.fetch or first
@@ -469,21 +470,23 @@ def back_on_device(name: str) -> str:
     return f"{name}_back"
 
 
-def _why_not(flow: JointFlow, value: Node, saved: Collection[Node], early: Collection[Node]) -> str:
+def why_not_offloaded(flow: JointFlow, value: Node, saved: Collection[Node], backward: str) -> str:
+    """Return why a value of forward cannot wait on the host; an empty string if it can.
+
+    Args:
+        flow: facts about the joint graph.
+        value: the value.
+        saved: what backward takes from forward.
+        backward: what the reason calls backward.
+    """
     if value not in saved:
-        return "backward does not take it from forward"
+        return f"{backward} does not take it from forward"
     if flaw := why_not_moved(flow, value):
         return flaw
     if others := sharing(flow, value, [node for node in saved if node is not value]):
         return f"{others[0].name}, which is saved too, lies in the same memory"
-    if is_returned(flow, value):
-        return "it is returned to the caller"
-    return "" if value in early else "forward does not compute it"
-
-
-def is_returned(flow: JointFlow, value: Node) -> bool:
-    """Whether the memory of a value is returned to the caller."""
-    return bool(sharing(flow, value, output_nodes((*flow.outputs, *flow.gradients))))
+    returned = sharing(flow, value, output_nodes((*flow.outputs, *flow.gradients)))
+    return "it is returned to the caller" if returned else ""
 
 
 def sharing(flow: JointFlow, value: Node, nodes: Iterable[Node]) -> list[Node]:

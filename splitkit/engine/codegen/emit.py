@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -153,7 +154,7 @@ def _write_scoped(
         copy(node)
         if may_change_modes(node, flow.effects[node]):
             scoped.opaque_ran()
-    scoped.finish(NEUTRAL)
+    scoped.move_to(NEUTRAL)
     if any(flow.effects[node].ambient for node in computed):
         restore_modes_on_error(scoped.graph)
     return scoped.attributes
@@ -207,7 +208,7 @@ class _Parent:
             if isinstance(step, Subgraph):
                 self._call(step)
             elif step.op == "output":
-                self._scoped.finish(self._final)
+                self._scoped.move_to(self._final)
                 self._copy(step)
             elif step in in_time:
                 self._copy(step)
@@ -304,10 +305,6 @@ class ScopedGraph:
         self._write(want)
         self._scope = want
 
-    def finish(self, final: Scope) -> None:
-        """Leave the ambient state as ``final``."""
-        self.move_to(final)
-
     def opaque_ran(self) -> None:
         """Take the settings that opaque code, which has just run, has left as the caller's from here on."""
         set_here = [setting for name, setting in SETTINGS.items() if self._settings[name] is not CALLERS]
@@ -394,9 +391,8 @@ def module_names(keys: Iterable[PartKey], taken: Container[str], style: Style) -
     for key in keys:
         atoms = key if isinstance(key, tuple) else (key,)
         stem = "_".join(["submod", *([_word(style.affix)] if style.affix else []), *(_word(a) for a in atoms)])
-        name = stem if stem not in taken and stem not in used else unique_name(stem, {*used}, taken)
-        names[key] = name
-        used.add(name)
+        names[key] = unique_name(stem, used, taken)
+        used.add(names[key])
     return names
 
 
@@ -405,18 +401,15 @@ def flat_names(targets: Iterable[str]) -> dict[str, str]:
     flat: dict[str, str] = {}
     taken: set[str] = set()
     for target in dict.fromkeys(targets):
-        name = target.replace(".", "_")
-        flat[target] = name if name not in taken else unique_name(name, taken)
+        flat[target] = unique_name(target.replace(".", "_"), taken)
         taken.add(flat[target])
     return flat
 
 
 def unique_name(stem: str, *taken: Container[str]) -> str:
-    """Return the first of ``stem_1``, ``stem_2`` ... that is in none of ``taken``."""
-    number = 1
-    while any(f"{stem}_{number}" in names for names in taken):
-        number += 1
-    return f"{stem}_{number}"
+    """Return the first of ``stem``, ``stem_1``, ``stem_2`` ... that is in none of ``taken``."""
+    names = itertools.chain([stem], (f"{stem}_{number}" for number in itertools.count(1)))
+    return next(name for name in names if not any(name in known for known in taken))
 
 
 def _word(atom: object) -> str:
