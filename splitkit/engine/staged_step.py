@@ -21,7 +21,7 @@ from splitkit.graph.shards import collective_group
 from splitkit.graph.storages import storage_key, tensors, value_of
 from splitkit.memory.kernels.kernel_results import ARRIVED, TO_DEVICE
 from splitkit.memory.simulation import MemorySimulation
-from splitkit.memory.storage_watch import BEFORE
+from splitkit.memory.storage_watch import BEFORE, HELD
 from splitkit.pipeline.order import StageCopies, suffix_sums
 from splitkit.pipeline.stage_costs import Exchange, StageCosts
 from splitkit.pipeline.stage_prices import STATE_OF, check_stage_optimizer
@@ -480,18 +480,13 @@ def graph_temporaries(graph: fx.GraphModule, outputs: int | None = None) -> int:
     """
     run = MemorySimulation({}, lambda node: 0)
     returned = run.graph(graph, lambda node: run.input(node, "input"))
-    steps = len(run.steps)
     for _, value in returned:
-        run.hold(value, steps)
-    apart = {
-        number for _, value in returned[len(returned) if outputs is None else outputs :] for number in value.values()
-    }
-    change = [0] * (steps + 2)
+        run.hold(value, HELD)
+    apart = {n for _, value in returned[len(returned) if outputs is None else outputs :] for n in value.values()}
     for number, storage in enumerate(run.storages):
-        if storage.born != BEFORE and number not in apart:
-            change[storage.born] += storage.nbytes
-            change[min(storage.dies, steps) + 1] -= storage.nbytes
-    return max((live + more for live, more in zip(accumulate(change[:steps]), run.transient, strict=True)), default=0)
+        if storage.born == BEFORE or number in apart:
+            storage.nbytes = 0
+    return max(run.timeline(), default=0)
 
 
 # Saved values of stages that wait for backward on the host: checked, emitted, and moved between the graphs.

@@ -21,8 +21,7 @@ from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.errors import CaptureError, SplitError, listed
-from splitkit.frontends.capture.first_call import are_real, attributes_restored, call_once
-from splitkit.frontends.module_state import buffers_kept
+from splitkit.frontends.capture.first_call import are_real, outputs_of_call
 from splitkit.graph.storages import attribute
 
 _TORCH = Path(torch.__file__).parent
@@ -285,8 +284,7 @@ def failed_run_error(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
     The model is called on copies of the inputs, and its state is restored.
     """
     try:
-        with attributes_restored(model), buffers_kept(model), torch.enable_grad():
-            call_once(model, args, kwargs)
+        outputs_of_call(model, args, kwargs)
     except CaptureError as error:  # what the model calls has said already what is wrong
         return error
     except Exception as error:
@@ -409,8 +407,9 @@ def blocks_as_nodes(flags: GradFlags) -> Iterator[None]:
         stack.enter_context(patch.object(PreDispatchTorchFunctionMode, "__torch_function__", trace))
         for kind, method, how in _WRITERS:
             stack.enter_context(patch.object(kind, method, marked(how, getattr(kind, method))))
-        stack.enter_context(patch.object(torch.inference_mode, "__enter__", _enter_inference(writer, me)))
-        stack.enter_context(patch.object(torch.inference_mode, "__exit__", _exit_inference(writer, me)))
+        for method, change in (("__enter__", _enter_inference), ("__exit__", _exit_inference)):
+            original = getattr(torch.inference_mode, method)
+            stack.enter_context(patch.object(torch.inference_mode, method, change(original, me)))
         yield
 
 
@@ -444,36 +443,25 @@ _WRITERS: tuple[tuple[Any, str, str], ...] = (
 )
 
 
-def _enter_inference(writer: list[str], me: int) -> Callable[..., None]:
+def _enter_inference(original: Callable[..., None], me: int) -> Callable[..., None]:
     """Return an ``__enter__`` that records the grad mode of inference mode, which tracing itself does not record."""
-    original = torch.inference_mode.__enter__
 
     def enter(self: Any) -> None:
-        self._splitkit_before = torch.is_grad_enabled()
-        original(self)
         if threading.get_ident() == me:
-            _set_grad(writer, "begin", not self.mode)
+            self._splitkit_block = torch.no_grad() if self.mode else torch.enable_grad()
+            self._splitkit_block.__enter__()
+        original(self)
 
     return enter
 
 
-def _exit_inference(writer: list[str], me: int) -> Callable[..., None]:
-    original = torch.inference_mode.__exit__
-
+def _exit_inference(original: Callable[..., None], me: int) -> Callable[..., None]:
     def leave(self: Any, *why: Any) -> None:
         original(self, *why)
         if threading.get_ident() == me:
-            _set_grad(writer, "end", self._splitkit_before)
+            self._splitkit_block.__exit__(*why)
 
     return leave
-
-
-def _set_grad(writer: list[str], how: str, mode: bool) -> None:
-    writer.append(how)
-    try:
-        torch._C._set_grad_enabled(mode)
-    finally:
-        writer.pop()
 
 
 def restore_callers_grad(graph: fx.Graph) -> None:
