@@ -84,12 +84,7 @@ def rename_checked_attributes(graph: fx.Graph, rename: Callable[[str], str], par
     return bool(checks)
 
 
-def add_overlap_check(
-    flow: Dataflow,
-    steps: Sequence[Subgraph | Node],
-    emitted: Emitted,
-    qualified_names: Callable[[Emitted], Mapping[str, str]],
-) -> None:
+def add_overlap_check(flow: Dataflow, steps: Sequence[Subgraph | Node], emitted: Emitted) -> None:
     """Let the parent of a split refuse inputs that share memory, unless no call can go wrong.
 
     A class is a set of tensors that the graph knows to share memory; the check compares tensors of different classes.
@@ -98,7 +93,6 @@ def add_overlap_check(
         flow: facts about the graph.
         steps: the parts and the parent's own nodes, in the order in which the parent runs them.
         emitted: the parent and the parts; the check is inserted after the inputs of the parent.
-        qualified_names: returns the name of each parameter and buffer of the parent -> its name in the original.
     """
     # Without a write no order of reads matters, and in the order of the graph every call is right.
     acting = [e for e in flow.effects.values() if e is not PURE]
@@ -118,7 +112,7 @@ def add_overlap_check(
     if not uses:
         return
     find, of_attributes = Lookup(flow.root), dict[str, Hashable]()
-    for name, original in qualified_names(emitted).items():
+    for name, original in emitted.qualified_names().items():
         tensor = find(original)
         if isinstance(tensor, torch.Tensor) and (c := _class_in(memory, storage_key(tensor))) in uses:
             of_attributes[name] = c
@@ -179,7 +173,12 @@ def _table(uses: Sequence[Use]) -> tuple[list[int], list[int], list[int]]:
 
 
 def _class_in(memory: Memory, item: Hashable) -> Hashable:
-    """Return the class of a node or storage; all memory that opaque code may reach is one class."""
+    """Return the class of a node or storage, or that of an entry that stands for the sizes of a class.
+
+    All memory that opaque code may reach is one class.
+    """
+    if isinstance(item, tuple) and item[:1] == (SIZES,):
+        item = item[1]
     c = memory.members.get(item, item)
     return REACHED if c in memory.reached else c
 
@@ -212,14 +211,7 @@ def _uses(
     for node, effect in flow.effects.items():
         if node.op in ("placeholder", "get_attr") or node in flow.followers or node not in times:
             continue
-        writes, touched = ({_root_of(memory, c) for c in classes} for classes in memory.use(node, effect))
+        writes, touched = ({_class_in(memory, c) for c in classes} for classes in memory.use(node, effect))
         for c in touched & roots:
             uses.setdefault(c, []).append(Use(flow.index[node], *times[node], c in writes, node.name))
     return uses
-
-
-def _root_of(memory: Memory, c: Hashable) -> Hashable:
-    """Return the class of the memory, also for an entry that stands for its sizes."""
-    if isinstance(c, tuple) and c[:1] == (SIZES,):
-        c = c[1]
-    return REACHED if c in memory.reached else c

@@ -218,7 +218,7 @@ def divide(flow: JointFlow, policy: PolicyLike, costs: Costs) -> Pair:
     forward = emitted_half(flow, early, primals, sent, replace(copies, fetch={}, read={}))
     given = [*sizes, *saved, *flow.backward_inputs]
     backward = emitted_half(flow, late, given, flow.gradients, replace(copies, release={}))
-    moved, names = tuple(n.name for n in copies.values), tuple(map(copies.name, saved))
+    moved, names = tuple(n.name for n in copies.made), tuple(map(copies.name, saved))
     return Pair(forward, backward, flow.forward_outputs, names, tuple(n.name for n in sizes), plan, moved)
 
 
@@ -360,7 +360,6 @@ class HostCopies:
     """The copies of one pair, by the nodes of the joint graph at which they stand.
 
     Attributes:
-        values: the values that are moved.
         made: value -> its copy on the host, as both graphs show it.
         release: node of forward -> values whose copies are waited for after it.
         fetch: node of backward -> values that are asked for before it.
@@ -368,7 +367,6 @@ class HostCopies:
             given are on their way.
     """
 
-    values: tuple[Node, ...] = ()
     made: dict[Node, object] = field(default_factory=dict)
     release: dict[Node, list[Node]] = field(default_factory=dict)
     fetch: dict[Node, list[Node]] = field(default_factory=dict)
@@ -416,7 +414,6 @@ class HostCopies:
             found.release.setdefault(release, []).append(value)
             found.fetch.setdefault(fetch, []).append(value)
             found.read.setdefault(first, []).append(value)
-        found.values = tuple(found.made)
         for values in found.fetch.values():  # what is read first comes first
             values.sort(key=lambda value: late[next(iter(_readers(flow, value, backward)))])
         return found

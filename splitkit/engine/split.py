@@ -10,7 +10,6 @@ from functools import cached_property
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import torch
 from torch import fx, nn
 from torch.fx import Node
 
@@ -21,7 +20,7 @@ from splitkit.costs import Costs, default, unit
 from splitkit.costs.named import priced
 from splitkit.costs.recorded import record_of
 from splitkit.costs.roofline import decomposed_attention
-from splitkit.engine.codegen.emit import Emitted, Style, emit, unique_name
+from splitkit.engine.codegen.emit import Style, emit, unique_name
 from splitkit.engine.complete import check_plan, complete_plan
 from splitkit.engine.overlap_checks import add_overlap_check, keeps_order, rename_checked_attributes
 from splitkit.engine.subgraphs import Subgraph, extract_subgraphs, part_graph, part_summary, segments_of
@@ -30,7 +29,7 @@ from splitkit.graph.dataflow import Assumed, Dataflow, analyze, assumed_tensors,
 from splitkit.graph.input_overlap import refuse_objects
 from splitkit.graph.joint_marks import is_joint
 from splitkit.graph.node_selection import no_module
-from splitkit.graph.storages import Lookup, parameters_and_buffers
+from splitkit.graph.storages import parameters_and_buffers
 from splitkit.memory.kernels.target_kernels import CPU
 from splitkit.pipeline.purpose import request_of
 from splitkit.plans.part_order import part_order
@@ -275,9 +274,9 @@ def split(
         emitted = emit(flow, whole, steps, Style(), lazy)
         if check_inputs:
             add_object_check(flow, whole, steps, emitted.module)
-            add_overlap_check(flow, steps, emitted, qualified_names)
+            add_overlap_check(flow, steps, emitted)
     subgraphs = {s.key: s for s in steps if isinstance(s, Subgraph)}
-    return Split(emitted.module, whole, flow, subgraphs, emitted.parts, qualified_names(emitted), emitted.copies)
+    return Split(emitted.module, whole, flow, subgraphs, emitted.parts, emitted.qualified_names(), emitted.copies)
 
 
 def decide(flow: Dataflow, policy: PolicyLike, costs: Costs | None, on_cycle: OnCycle) -> Plan:
@@ -325,21 +324,6 @@ def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
         *others, last = map(repr, known)
         raise PolicyError("SK302", f"{name}={value!r} is not known", f"Use {', '.join(others)} or {last}.")
-
-
-def qualified_names(emitted: Emitted) -> dict[str, str]:
-    """Return the name of every parameter and buffer of the split module -> its original name."""
-    names: dict[str, str] = {}
-    for part, attributes in emitted.attributes.items():
-        find = Lookup(emitted.module.get_submodule(part))
-        prefix = f"{part}." if part else ""
-        for name, original in attributes.items():
-            value = find(name)
-            if isinstance(value, nn.Module):  # a called module, or the body of a higher-order op
-                names |= {f"{prefix}{name}.{n}": f"{original}.{n}" for n in parameters_and_buffers(value)}
-            elif isinstance(value, torch.Tensor):
-                names[f"{prefix}{name}"] = original
-    return names
 
 
 def _renamed(prefix: str, before: nn.Module, now: nn.Module) -> dict[str, str]:
@@ -534,7 +518,7 @@ def split_module(
         emitted = emit(flow, whole, steps, style, _torch.wants_lazy_code(), segments)
         if check_inputs and not style.flat:
             # No `add_object_check`: the parent should have the nodes that torch's has.
-            add_overlap_check(flow, steps, emitted, qualified_names)
+            add_overlap_check(flow, steps, emitted)
     if qualname_map is not None:
         for part, attributes in emitted.attributes.items():
             qualname_map |= {f"{part}.{name}": original for name, original in attributes.items() if part}

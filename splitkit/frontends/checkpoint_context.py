@@ -522,7 +522,8 @@ def keys_of(
     """
     leaves = pytree.tree_leaves(list(args), is_leaf=lambda value: not isinstance(value, list | tuple))
     given = [key(value) for value in leaves]
-    terms = (_out_of_place(func), len(args), *given, *((n, _deep(v, key)) for n, v in sorted(kwargs.items())))
+    named = ((n, tuple(map(key, v)) if isinstance(v, list | tuple) else key(v)) for n, v in sorted(kwargs.items()))
+    terms = (_out_of_place(func), len(args), *given, *named)
     own = sha256(repr(terms).encode()).hexdigest()  # of fixed size: terms of terms double with each residual branch
     if func is torch.ops.aten.native_dropout.default:
         return own, (DROPOUT, given[0])
@@ -541,10 +542,6 @@ def _out_of_place(func: Any) -> Any:
     name, _, overload = str(func).removeprefix("aten.").partition(".")
     packet = getattr(torch.ops.aten, name[:-1], None) if name.endswith("_") and not name.startswith("_") else None
     return getattr(packet, overload, func) if isinstance(packet, OpOverloadPacket) else func
-
-
-def _deep(value: Any, key: Callable[[Any], Hashable]) -> Hashable:
-    return tuple(map(key, value)) if isinstance(value, list | tuple) else key(value)
 
 
 def item_key(key: Hashable, position: int) -> Hashable:

@@ -33,16 +33,15 @@ class _Unlisted(set[Any]):
         return iter(())
 
 
-@contextmanager
-def without_logging() -> Iterator[None]:
+def without_logging() -> AbstractContextManager[None]:
     """Let Dynamo skip calls that log, warn or print, at which it would otherwise break the graph.
 
     ``logger.isEnabledFor`` is skipped too, since it guards logging.
     """
     config: Any = torch._dynamo.config
     name = next(name for name in _IGNORE_SETTINGS if hasattr(config, name))
-    with config.patch({name: _Unlisted({*getattr(config, name), *_logging_functions()})}):
-        yield
+    ignored = _Unlisted({*getattr(config, name), *_logging_functions()})
+    return cast(AbstractContextManager[None], config.patch({name: ignored}))
 
 
 def with_gradients_on_meta() -> AbstractContextManager[None]:
@@ -140,13 +139,11 @@ def subclasses_of(kind: Any) -> Iterator[Any]:
         yield from subclasses_of(below)
 
 
-@contextmanager
-def as_in_export() -> Iterator[None]:
+def as_in_export() -> AbstractContextManager[None]:
     """Let models take the branches that they take in ``torch.export``, outside of it (2.11, 2.13, 2.15)."""
     from torch._export.utils import _compiling_state_context
 
-    with _compiling_state_context():
-        yield
+    return _compiling_state_context()
 
 
 @contextmanager

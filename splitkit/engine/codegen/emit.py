@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from torch import fx
+import torch
+from torch import fx, nn
 from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
@@ -23,6 +24,7 @@ from splitkit.graph.ambient import SETTINGS, Setting
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.ops.functions import may_change_modes
 from splitkit.graph.scope import CALLERS, NEUTRAL, Scope, region_attributes, region_kind
+from splitkit.graph.storages import Lookup, parameters_and_buffers
 from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.record import Plan
 
@@ -42,6 +44,20 @@ class Emitted:
     parts: Mapping[PartKey, fx.GraphModule]
     attributes: Mapping[str, Mapping[str, str]]
     copies: Mapping[PartKey, Mapping[Node, Node]]
+
+    def qualified_names(self) -> dict[str, str]:
+        """Return the name of every parameter and buffer of the parent -> its original name."""
+        names: dict[str, str] = {}
+        for part, attributes in self.attributes.items():
+            find = Lookup(self.module.get_submodule(part))
+            prefix = f"{part}." if part else ""
+            for name, original in attributes.items():
+                value = find(name)
+                if isinstance(value, nn.Module):  # a called module, or the body of a higher-order op
+                    names |= {f"{prefix}{name}.{n}": f"{original}.{n}" for n in parameters_and_buffers(value)}
+                elif isinstance(value, torch.Tensor):
+                    names[f"{prefix}{name}"] = original
+        return names
 
 
 def emit(
@@ -336,8 +352,7 @@ class ScopedGraph:
 
     def _written(self, setting: Setting, value: Any) -> Node:
         if value is not CALLERS:
-            target, args, kwargs = setting.write(value)
-            return self.graph.call_function(target, args, kwargs) if kwargs else self._writer.call(target, args)
+            return self._writer.call(*setting.write(value))
         return self._writer.call(setting.set, (self._asked(setting),))
 
     def _asked(self, setting: Setting) -> Node:

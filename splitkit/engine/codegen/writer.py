@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -66,18 +67,16 @@ class Writer:
         copied.meta.update(node.meta)
         return copied
 
-    def append(self, op: str, target: Any, args: tuple[Any, ...], name: str, type_expr: Any = None) -> Node:
+    def append(
+        self, op: str, target: Any, args: tuple[Any, ...], name: str, kwargs: Mapping[str, Any] = MappingProxyType({})
+    ) -> Node:
         """Append a node; its name gets a number if another has it."""
-        return self._append(self.graph, op, target, args, {}, name, type_expr, self._name)
+        return self._append(self.graph, op, target, args, dict(kwargs), name, None, self._name)
 
-    def node(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Node:
-        """Append a node with the name that it has in another graph."""
-        return self._append(self.graph, op, target, args, kwargs, name, None, _kept)
-
-    def call(self, target: Any, args: tuple[Any, ...]) -> Node:
+    def call(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})) -> Node:
         """Append a call of a function; the node is named after the function."""
         name = self._bases.get(id(target)) or self._base_of(target)
-        return self._append(self.graph, "call_function", target, args, {}, name, None, _numbered)
+        return self._append(self.graph, "call_function", target, args, dict(kwargs), name, None, _numbered)
 
     def placeholder(self, name: str, type_expr: Any = None) -> Node:
         """Append an input. The parameter of ``forward`` has the node's name, or two inputs could be confused."""

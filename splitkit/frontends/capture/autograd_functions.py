@@ -40,7 +40,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from splitkit._torch import pytree
 from splitkit.errors import CaptureError
 from splitkit.frontends.capture.capture_errors import ReentrantCheckpoint, lost_hook_error, user_line
-from splitkit.frontends.capture.first_call import content_of
+from splitkit.frontends.capture.first_call import closure_value
 from splitkit.frontends.trace_settings import subclasses_of
 from splitkit.graph.ops import op_tables
 from splitkit.graph.ops.facts import Described, Effects, unknown_effects
@@ -383,6 +383,6 @@ def _holds_tensors(value: Any, depth: int = 0) -> bool:
     if isinstance(value, dict):
         return _holds_tensors(list(value.values()), depth + 1)
     # a function may hold tensors in its closure, an object in its attributes
-    held = list(map(content_of, getattr(value, "__closure__", None) or ()))
+    held = list(map(closure_value, getattr(value, "__closure__", None) or ()))
     held += [getattr(value, "__self__", None), *getattr(value, "__dict__", {}).values()]
     return any(_holds_tensors(v, depth + 1) for v in held)
