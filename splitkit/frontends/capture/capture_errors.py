@@ -6,7 +6,7 @@ import linecache
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -22,7 +22,7 @@ from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.errors import CaptureError, SplitError, listed
 from splitkit.frontends.capture.first_call import are_real, outputs_of_call
-from splitkit.graph.storages import attribute
+from splitkit.graph.storages import attribute, parameters_and_buffers
 
 _TORCH = Path(torch.__file__).parent
 # splitkit.testing is left out: it has models, whose lines are shown.
@@ -407,9 +407,7 @@ def blocks_as_nodes(flags: GradFlags) -> Iterator[None]:
         stack.enter_context(patch.object(PreDispatchTorchFunctionMode, "__torch_function__", trace))
         for kind, method, how in _WRITERS:
             stack.enter_context(patch.object(kind, method, marked(how, getattr(kind, method))))
-        for method, change in (("__enter__", _enter_inference), ("__exit__", _exit_inference)):
-            original = getattr(torch.inference_mode, method)
-            stack.enter_context(patch.object(torch.inference_mode, method, change(original, me)))
+        stack.enter_context(patch.multiple(torch.inference_mode, **_inference_methods(me)))
         yield
 
 
@@ -443,25 +441,22 @@ _WRITERS: tuple[tuple[Any, str, str], ...] = (
 )
 
 
-def _enter_inference(original: Callable[..., None], me: int) -> Callable[..., None]:
-    """Return an ``__enter__`` that records the grad mode of inference mode, which tracing itself does not record."""
+def _inference_methods(me: int) -> dict[str, Callable[..., None]]:
+    """Return methods of ``inference_mode`` that also set a grad mode, since tracing records no inference mode."""
+    begin, end = torch.inference_mode.__enter__, torch.inference_mode.__exit__
 
     def enter(self: Any) -> None:
         if threading.get_ident() == me:
             self._splitkit_block = torch.no_grad() if self.mode else torch.enable_grad()
             self._splitkit_block.__enter__()
-        original(self)
+        begin(self)
 
-    return enter
-
-
-def _exit_inference(original: Callable[..., None], me: int) -> Callable[..., None]:
     def leave(self: Any, *why: Any) -> None:
-        original(self, *why)
+        end(self, *why)
         if threading.get_ident() == me:
             self._splitkit_block.__exit__(*why)
 
-    return leave
+    return {"__enter__": enter, "__exit__": leave}
 
 
 def restore_callers_grad(graph: fx.Graph) -> None:
@@ -553,7 +548,8 @@ class GradFlags:
         """Raise if the call changes gradients where it may not; else record its line."""
         self.where = self.where or user_line()
         # A gradient is missing only where the tensor comes from a parameter that trains, or is one.
-        own = {tracer.tensor_tracker[t].proxy.node: t for t in self._own() if t in tracer.tensor_tracker}
+        held = (t for t in parameters_and_buffers(self.model).values() if t in tracer.tensor_tracker)
+        own = {tracer.tensor_tracker[t].proxy.node: t for t in held}
         if tensor not in tracer.tensor_tracker:
             return  # created in the model, from no input
         node = tracer.tensor_tracker[tensor].proxy.node
@@ -569,9 +565,6 @@ class GradFlags:
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor) and value.is_floating_point() and trained.isdisjoint(_before(node)):
                 raise self._refusal()
-
-    def _own(self) -> Iterable[torch.Tensor]:
-        return (*self.model.parameters(), *self.model.buffers())
 
     def _refusal(self) -> CaptureError:
         return CaptureError(
