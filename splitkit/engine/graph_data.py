@@ -33,6 +33,8 @@ from splitkit.graph.caches import caches_of
 from splitkit.graph.shards import collective_group
 from splitkit.graph.storages import attribute
 
+# Convert arguments of nodes to JSON-ready data and back: constants, nodes, and containers of these.
+
 
 def encode_argument(value: Any, where: str) -> Any:
     """Return an argument as JSON-ready data.
@@ -147,9 +149,6 @@ def dtype_of(data: JsonField) -> torch.dtype:
 def name_of_dtype(dtype: torch.dtype) -> str:
     """Return the name that `dtype_of` reads."""
     return str(dtype).removeprefix("torch.")
-
-
-# Convert arguments of nodes to JSON-ready data and back: constants, nodes, and containers of these.
 
 
 # Convert pytree specs of inputs and outputs to JSON-ready data and back: containers by kind, classes by name.

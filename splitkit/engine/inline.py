@@ -199,7 +199,8 @@ class MergedAttributes:
         else:
             target_here = target
         self._taken[target_here] = value
-        if reduce(lambda found, atom: getattr(found, atom, None), target_here.split("."), self.module) is not value:
+        here: Any = self.module
+        if reduce(lambda found, atom: getattr(found, atom, None), target_here.split("."), here) is not value:
             self._put(target_here, value, module.get_submodule(target.rpartition(".")[0]))
         return target_here
 

@@ -90,24 +90,18 @@ class CheckpointContext:
         Raises:
             PlanError: SK307 inside the contexts, if a layer runs other ops than those which were planned.
         """
-        return create_selective_checkpoint_contexts(_Decisions(self))  # type: ignore[no-any-return, no-untyped-call]
+        decide = partial(self._decide, {False: 0, True: 0})
+        return create_selective_checkpoint_contexts(decide)  # type: ignore[no-any-return, no-untyped-call]
 
-
-class _Decisions:
-    """The policy function of one call of a layer: what happens to each op, in the order in which they run."""
-
-    def __init__(self, context: CheckpointContext) -> None:
-        self.context = context
-        self.positions = {False: 0, True: 0}
-
-    def __call__(self, state: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def _decide(self, positions: dict[bool, int], state: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        """Return what happens to an op of one call of a layer; they come in the order in which they run."""
         if not reads_floats(args, kwargs):
             return CheckpointPolicy.PREFER_RECOMPUTE
-        ops, position = self.context.ops, self.positions[state.is_recompute]
+        ops, position = self.ops, positions[state.is_recompute]
         if not any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves((args, kwargs))):
-            while position in self.context.replays:
+            while position in self.replays:
                 position += 1
-        self.positions[state.is_recompute] = position + 1
+        positions[state.is_recompute] = position + 1
         if position >= len(ops) or ops[position] is not op:
             planned = ops[position] if position < len(ops) else "no further op"
             raise PlanError(
@@ -117,7 +111,7 @@ class _Decisions:
                 "**batch). Enter an autocast in the model's forward, where planning sees it. If the ops of the layer "
                 "depend on its values, use splitkit.apply.",
             )
-        return CheckpointPolicy.MUST_SAVE if position in self.context.saved else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if position in self.saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def checkpoint_context(

@@ -359,15 +359,13 @@ def graph_of_data(data: GraphData) -> fx.Graph:
     graph, found = LeanGraph(), dict[str, Node]()
     writer = Writer(graph)
     for op, target, args, kwargs, name, kind in data.nodes:
-        args, kwargs = map_aggregate((args, kwargs), lambda value: _read(value, found))
+        args, kwargs = map_aggregate(
+            (args, kwargs), lambda value: found[value.name] if isinstance(value, _Read) else value
+        )
         found[name] = writer.append(op, target, args, name, kwargs)
         found[name].type = kind
     graph.set_codegen(data.codegen)
     return graph
-
-
-def _read(value: Any, found: Mapping[str, Node]) -> Any:
-    return found[value.name] if isinstance(value, _Read) else value
 
 
 def _told(node: Node, value: Any) -> Any:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import warnings
 from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
@@ -94,16 +95,17 @@ class GraphPolicy:
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Return the plan of the policy; for a recompiled graph that fits no plan, the nearest one that was found."""
         joint = as_joint(self, flow)
-        self.limit = _limit(self.policy, joint)
+        with suppress(NoPlanError):  # `as_plan` raises it again
+            self.limit = self.policy.limit(joint) if hasattr(self.policy, "limit") else None
         if not self.is_again:
             return as_plan(self.policy, joint, costs)
-        wanted, asked = self._with_headroom(joint)
+        wanted, left = self._with_headroom(joint)
         try:
             return as_plan(wanted, joint, costs)
         except NoPlanError as refusal:
             if not isinstance(refusal.nearest, Plan):
                 raise
-            excess = refusal.excess + (0 if self.limit is None else asked - self.limit)
+            excess = refusal.excess - left
             if excess > 0:
                 self.known.warn(
                     f"the model is compiled again, for other inputs, and no plan for them is within the budget: the "
@@ -127,13 +129,13 @@ class GraphPolicy:
             return default(joint)
 
     def _with_headroom(self, flow: JointFlow) -> tuple[PolicyLike, int]:
-        """Return the policy that plans for sizes that may grow, and its budget in bytes."""
+        """Return the policy that plans for sizes that may grow, and how many bytes of the budget it leaves for that."""
         if self.limit is None or not _symbols(flow.graph):
-            return self.policy, self.limit or 0
+            return self.policy, 0
         # What is alive throughout the step, such as parameters, is taken not to grow with the sizes.
         held = Peaks(flow).baseline(()) if self.policy.of == "peak" else 0
         asked = 0 if self.is_last else max(0, held + int((self.limit - held) / _HEADROOM))
-        return self.policy.within(asked), asked
+        return self.policy.within(asked), self.limit - asked
 
     def guard(self, pair: Pair) -> SizeWatch | None:
         """Guard the code by the largest sizes within the budget; return a `SizeWatch` if no guard is possible."""
@@ -216,17 +218,6 @@ def _compiled_now() -> tuple[int, int]:
     if found is None or found.frame_id is None or found.frame_compile_id is None:
         return -1, 0
     return found.frame_id, found.frame_compile_id
-
-
-def _limit(policy: Any, flow: JointFlow) -> int | None:
-    """Return the limit in bytes of a policy that has one for this graph, such as `splitkit.policies.Budget`."""
-    if not hasattr(policy, "limit"):
-        return None
-    try:
-        found: int | None = policy.limit(flow)
-        return found
-    except NoPlanError:  # `assign` raises it again
-        return None
 
 
 def _sizes(graph: fx.Graph) -> Iterator[tuple[int, int | None, torch.SymInt]]:

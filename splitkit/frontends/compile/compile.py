@@ -39,6 +39,9 @@ from splitkit.plans.policy import PolicyLike, require_policy
 from splitkit.training.peaks import Peaks, eager_plan
 from splitkit.units import size
 
+# A budget such as ``"least"``, ``"2GiB"`` or 0.5 in the place of a policy.
+
+
 BudgetLike = str | int | float
 """What `splitkit.policies.Budget` takes as its budget."""
 
@@ -86,9 +89,6 @@ def splitkit_backend(
             "backend=splitkit.backend('2GiB').",
         )
     return backend("least", given.get("inner", "eager"))(gm, example_inputs)
-
-
-# A budget such as ``"least"``, ``"2GiB"`` or 0.5 in the place of a policy.
 
 
 Inner = Literal["eager", "aot_eager", "inductor"]
