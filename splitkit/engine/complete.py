@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
@@ -159,11 +159,9 @@ class _OpaqueSegments:
         self.start = [0] * len(opaque)
         for i, (before, node) in enumerate(pairwise(opaque), start=1):
             self.start[i] = self.start[i - 1] if places[before] == places[node] else i
-        self.before: dict[Node, int] = {}  # node -> how many opaque nodes come before it
-        count = 0
-        for node in flow.scope:
-            self.before[node] = count
-            count += node in self.number
+        # node -> how many opaque nodes come before it
+        counts = accumulate((node in self.number for node in flow.scope), initial=0)
+        self.before = dict(zip(flow.scope, counts, strict=False))
 
     def other_between(self, read: Node, key: PartKey) -> bool:
         """Whether opaque code of another part runs between the read of an attribute and its uses in part ``key``."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import cast
 
 import torch
@@ -194,13 +194,8 @@ def _execution_times(steps: Sequence[Subgraph | Node]) -> dict[Node, tuple[int, 
 
 def keeps_order(flow: Dataflow, steps: Sequence[Subgraph | Node]) -> bool:
     """Whether the nodes run one by one in the order of the graph."""
-    times, latest = _execution_times(steps), -1
-    for node in filter(times.__contains__, flow.nodes):
-        first, last = times[node]
-        if first <= latest:
-            return False
-        latest = last
-    return True
+    times = _execution_times(steps)
+    return all(before[1] < after[0] for before, after in pairwise(times[n] for n in flow.nodes if n in times))
 
 
 def _uses(

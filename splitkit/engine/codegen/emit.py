@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -162,11 +162,9 @@ def _write_scoped(
     """Write the nodes in their scopes; return the names of the attributes that regions need."""
     for node in read:
         copy(node)
-    scopes, scope = flow.scope, NEUTRAL
     for node in computed:
-        if scopes[node] is not scope and node.op != "get_attr":
-            scope = scopes[node]
-            scoped.move_to(scope)
+        if node.op != "get_attr":
+            scoped.move_to(flow.scope[node])
         copy(node)
         if may_change_modes(node, flow.effects[node]):
             scoped.opaque_ran()
@@ -422,9 +420,14 @@ def flat_names(targets: Iterable[str]) -> dict[str, str]:
 
 
 def unique_name(stem: str, *taken: Container[str]) -> str:
-    """Return the first of ``stem``, ``stem_1``, ``stem_2`` ... that is in none of ``taken``."""
-    names = itertools.chain([stem], (f"{stem}_{number}" for number in itertools.count(1)))
-    return next(name for name in names if not any(name in known for known in taken))
+    """Return the first of `numbered_names` that is in none of ``taken``."""
+    return next(name for name in numbered_names(stem) if not any(name in known for known in taken))
+
+
+def numbered_names(stem: str) -> Iterator[str]:
+    """Yield ``stem``, ``stem_1``, ``stem_2`` ..."""
+    yield stem
+    yield from (f"{stem}_{number}" for number in itertools.count(1))
 
 
 def _word(atom: object) -> str:

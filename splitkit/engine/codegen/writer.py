@@ -108,14 +108,7 @@ Naming = Callable[[Any, str], str]
 
 
 def _append(
-    graph: fx.Graph,
-    op: str,
-    target: Any,
-    args: Any,
-    kwargs: Any,
-    name: str,
-    type_expr: Any,
-    naming: Naming,
+    graph: fx.Graph, op: str, target: Any, args: Any, kwargs: Any, name: str, type_expr: Any, naming: Naming
 ) -> Node:
     """Do what ``graph.create_node`` does, without its search for symbols."""
     space: Any = graph._graph_namespace
@@ -134,14 +127,7 @@ def _append(
 
 
 def _append_publicly(
-    graph: fx.Graph,
-    op: str,
-    target: Any,
-    args: Any,
-    kwargs: Any,
-    name: str,
-    type_expr: Any,
-    naming: Naming,
+    graph: fx.Graph, op: str, target: Any, args: Any, kwargs: Any, name: str, type_expr: Any, naming: Naming
 ) -> Node:
     # `create_node` asks for a name again: one that was given by `_final` must be free for it, or it would get a number.
     if naming is _final:

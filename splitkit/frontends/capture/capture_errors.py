@@ -441,7 +441,7 @@ _WRITERS: tuple[tuple[Any, str, str], ...] = (
 )
 
 
-def _inference_methods(me: int) -> dict[str, Callable[..., None]]:
+def _inference_methods(me: int) -> dict[str, Any]:
     """Return methods of ``inference_mode`` that also set a grad mode, since tracing records no inference mode."""
     begin, end = torch.inference_mode.__enter__, torch.inference_mode.__exit__
 

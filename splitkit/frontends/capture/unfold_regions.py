@@ -20,6 +20,7 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit import _torch
+from splitkit.engine.codegen.emit import numbered_names
 from splitkit.engine.codegen.part_modules import build_module, carry_hooks
 from splitkit.engine.codegen.restore_modes import restore_modes_on_error
 from splitkit.graph.dataflow import require_order
@@ -168,13 +169,7 @@ def _state_op(graph: fx.Graph, node: Node, target: Any, *args: Any) -> Node:
 def _adopt(gm: fx.GraphModule, body: nn.Module, target: str) -> str:
     """Give ``gm`` the attribute ``target`` of ``body`` under a free name, and return the name."""
     value = operator.attrgetter(target)(body)
-    base = target.replace(".", "_")
-    name, count = base, 0
-    while hasattr(gm, name):
-        if getattr(gm, name) is value:
-            return name
-        count += 1
-        name = f"{base}_{count}"
+    name = next(n for n in numbered_names(target.replace(".", "_")) if getattr(gm, n, value) is value)
     setattr(gm, name, value)
     return name
 
