@@ -7,7 +7,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from hashlib import sha256
@@ -430,23 +430,18 @@ def is_transformers_layer(module: nn.Module) -> bool:
     return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
 
 
-@dataclass
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the ops that run, with the keys of their results."""
 
-    layer: nn.Module
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    ops: list[RecordedOp] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[RecordedOp] = []
         self._keys: dict[int, Hashable] = {}
         self._alive: list[Tensor] = []  # so that no id is used again
         self._storages: dict[Any, int] = {}
-        for name, tensor in (*self.layer.named_parameters(), *self.layer.named_buffers()):
+        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
             self._name(tensor, ("state", name), outside=True)
-        for i, leaf in enumerate(pytree.tree_leaves((self.args, dict(self.kwargs)))):
+        for i, leaf in enumerate(pytree.tree_leaves((args, dict(kwargs)))):
             if isinstance(leaf, Tensor):
                 self._name(leaf, ("input", i), outside=True)
 
@@ -476,9 +471,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storage(tensor, outside)
 
     def _storage(self, tensor: Tensor, outside: bool = False) -> int:
-        if tensor.layout is not torch.strided:
-            return len(self._storages) + 1
         number = len(self._storages) + 1
+        if tensor.layout is not torch.strided:
+            return number
         return self._storages.setdefault(tensor.untyped_storage()._cdata, -number if outside else number)
 
     def _key(self, value: Any) -> Hashable:
