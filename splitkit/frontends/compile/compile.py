@@ -19,6 +19,7 @@ from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException  # 2.1
 from torch.fx import Node
 from torch.nn.parameter import is_lazy
 
+from splitkit._torch import version_of
 from splitkit.checks import shown
 from splitkit.costs import Costs, default
 from splitkit.costs.named import by_inductor
@@ -437,7 +438,7 @@ def overwritten_saves(pair: Pair, written: Collection[Node], names: Sequence[str
 
 
 def _versions(values: Iterable[Any]) -> list[int]:
-    return [v._version if isinstance(v, Tensor) and not v.is_inference() else 0 for v in values]
+    return [version_of(v) if isinstance(v, Tensor) else 0 for v in values]
 
 
 def _changed(values: Sequence[Any], before: list[int]) -> frozenset[int]:
