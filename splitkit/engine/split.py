@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch import fx, nn
@@ -336,14 +337,9 @@ def _renamed(prefix: str, before: nn.Module, now: nn.Module) -> dict[str, str]:
 # Check at each call of a split that its inputs are tensors, where the order of its parts relies on that.
 
 
-def _keys(assumed: Assumed) -> list[tuple[bool, int | str]]:
+def _keys(assumed: Assumed) -> list[tuple[bool, object]]:
     """Return the path of a value up to the first key that JSON cannot hold; the check searches from there."""
-    keys: list[tuple[bool, int | str]] = []
-    for is_attribute, key in assumed.path:
-        if isinstance(key, bool) or not isinstance(key, int | str):
-            break
-        keys.append((is_attribute, key))
-    return keys
+    return [*takewhile(lambda step: isinstance(step[1], int | str) and not isinstance(step[1], bool), assumed.path)]
 
 
 def add_object_check(flow: Dataflow, plan: Plan, steps: Sequence[Subgraph | Node], module: fx.GraphModule) -> None:
