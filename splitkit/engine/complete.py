@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
-from itertools import pairwise
-from typing import Literal, NoReturn
+from itertools import accumulate, pairwise
+from typing import Literal
 
 import torch
 from torch.fx import Node
@@ -32,8 +32,13 @@ def complete_plan(flow: Dataflow, plan: Plan, parameters: Literal["own", "hoist"
     Raises:
         PlanError: SK201 if the plan places nodes of another graph.
     """
-    if not plan.places.keys() <= flow.index.keys():
-        _refuse_foreign([n for n in plan if n not in flow.index])
+    if foreign := [n for n in plan if n not in flow.index]:
+        raise PlanError(
+            "SK201",
+            f"the plan places {foreign[0]}, which is not a node of this graph",
+            "Plan again after editing the graph, or load the plan with Plan.load(path, gm.graph).",
+            foreign,
+        )
     places: dict[Node, tuple[PartKey, ...]] = dict.fromkeys(flow.scope, (PARENT,))
     places |= {n: plan.places[n] for n in flow.nodes if n in plan.places}
     places |= {n: places[producer] for n, producer in flow.followers.items()}
@@ -46,15 +51,6 @@ def complete_plan(flow: Dataflow, plan: Plan, parameters: Literal["own", "hoist"
         places[node] = (PARENT,)
     hoist_rebindable_reads(flow, places)
     return replace(plan, places=places)
-
-
-def _refuse_foreign(foreign: list[Node]) -> NoReturn:
-    raise PlanError(
-        "SK201",
-        f"the plan places {foreign[0]}, which is not a node of this graph",
-        "Plan again after editing the graph, or load the plan with Plan.load(path, gm.graph).",
-        foreign,
-    )
 
 
 def _hoisted(
@@ -163,11 +159,9 @@ class _OpaqueSegments:
         self.start = [0] * len(opaque)
         for i, (before, node) in enumerate(pairwise(opaque), start=1):
             self.start[i] = self.start[i - 1] if places[before] == places[node] else i
-        self.before: dict[Node, int] = {}  # node -> how many opaque nodes come before it
-        count = 0
-        for node in flow.scope:
-            self.before[node] = count
-            count += node in self.number
+        # node -> how many opaque nodes come before it
+        counts = accumulate((node in self.number for node in flow.scope), initial=0)
+        self.before = dict(zip(flow.scope, counts, strict=False))
 
     def other_between(self, read: Node, key: PartKey) -> bool:
         """Whether opaque code of another part runs between the read of an attribute and its uses in part ``key``."""
@@ -211,7 +205,15 @@ def _check_regions(flow: Dataflow, plan: Plan) -> None:
         for by in {left[kept]: None for kept in now if kept in left}:
             keys = plan.places[by]
             if plan.places[node] != keys or PARENT in keys or node.op == "output":
-                raise _region_refused(node, by)
+                what = "the graph ends" if node.op == "output" else f"{node.name} runs"
+                raise PlanError(
+                    "SK217",
+                    f"{what} in a region or mode that was opened before {by.name}, which may have changed the ambient "
+                    "state; another part would open it again in its original state",
+                    f"Put {by.name} and all nodes after it in the region into one part, or declare its effects with "
+                    "splitkit.extend.declare.",
+                    [by, node],
+                )
         if may_change_modes(node, flow.effects[node]):
             left.update((kept, node) for kept in now if kept not in left)
 
@@ -219,15 +221,3 @@ def _check_regions(flow: Dataflow, plan: Plan) -> None:
 def _in_force(scope: Scope) -> Iterable[object]:
     regions = (enter for enter in scope.regions if region_kind(enter).name != "record_function")
     return dict.fromkeys((*regions, *scope.settings))
-
-
-def _region_refused(node: Node, by: Node) -> PlanError:
-    what = "the graph ends" if node.op == "output" else f"{node.name} runs"
-    return PlanError(
-        "SK217",
-        f"{what} in a region or mode that was opened before {by.name}, which may have changed the ambient state; "
-        "another part would open it again in its original state",
-        f"Put {by.name} and all nodes after it in the region into one part, or declare its effects with "
-        "splitkit.extend.declare.",
-        [by, node],
-    )

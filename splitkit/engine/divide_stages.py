@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -23,9 +23,7 @@ from splitkit.plans.record import Plan
 from splitkit.training.emission_order import EmissionOrder
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow
 from splitkit.training.stage_parts import FULL_BACKWARD, SPLIT_BACKWARD, StagePart, is_staged, known_part, stage_part
-from splitkit.training.stage_plan import GradientTerm, gradient_terms, tied_parameters
-
-Places = dict[Node, tuple[PartKey, ...]]
+from splitkit.training.stage_plan import GradientTerm, Places, gradient_terms, tied_parameters
 
 
 def divide_by_policy(flow: JointFlow, policy: PolicyLike, costs: Costs) -> Pair | StagedStep:
@@ -125,16 +123,45 @@ class _Division:
         return found
 
     @cached_property
-    def traffic(self) -> StageTraffic:
-        """What the parts take from each other."""
-        traffic = StageTraffic(self.line, self.places)
+    def taken(self) -> dict[StagePart, dict[Node, StagePart]]:
+        """Part -> value that it takes -> the part that it takes the value from.
+
+        Raises:
+            CycleError: SK203 for a value that no part before the one that needs it has.
+        """
+        found: dict[StagePart, dict[Node, StagePart]] = {part: {} for part in self.line.parts}
         for part, nodes in self.members.items():
             for node in nodes:
-                traffic.take(part, node.all_input_nodes, f"for {node.name}")
+                for value in node.all_input_nodes:
+                    self._take(found, part, value, f"for {node.name}")
         for part, terms in self.returned.items():
-            for term in terms:
-                traffic.take(part, term.nodes, "as a gradient")
-        return traffic
+            for value in (node for term in terms for node in term.nodes):
+                self._take(found, part, value, "as a gradient")
+        return found
+
+    def _take(self, taken: dict[StagePart, dict[Node, StagePart]], part: StagePart, value: Node, why: str) -> None:
+        """Let a part, and the parts on the way to it, take a value; ``why`` says what it is needed for."""
+        while part not in self.places[value] and value not in taken[part]:
+            source = next((p for p in self._sources(part, value) if self._has(p, value)), None)
+            if source is None:
+                raise _cycle(part, value, self.places[value], why)
+            taken[part][value] = source
+            part = source
+
+    def _sources(self, part: StagePart, value: Node) -> tuple[StagePart, ...]:
+        """Return the parts from which a part may take a value, the preferred one first.
+
+        What the input part recomputes waits for the weight part; if the weight part took forward's copy, forward would
+        have to save what the plan recomputes.
+        """
+        early = StagePart("input", part.stage)
+        if part.half == "weight" and early in self.places[value]:
+            return (early,)
+        return self.line.before(part)
+
+    def _has(self, part: StagePart, value: Node) -> bool:
+        """Whether a part computes a value, or can take it."""
+        return part in self.places[value] or any(self._has(p, value) for p in self.line.before(part))
 
     def step(self) -> StagedStep:
         """Emit all graphs."""
@@ -215,9 +242,9 @@ class _Division:
         return EmissionOrder(self.flow)
 
     def _between(self, source: StagePart, target: StagePart) -> list[Node]:
-        if source not in self.members or target not in self.members:
-            return []
-        return sorted(self.traffic.between(source, target), key=self.flow.index.__getitem__)
+        """Return the values that one part takes from another; none if one of them is not there."""
+        taken = (value for value, origin in self.taken.get(target, {}).items() if origin == source)
+        return sorted(taken, key=self.flow.index.__getitem__)
 
 
 def _names(nodes: Iterable[Node]) -> tuple[str, ...]:
@@ -380,63 +407,6 @@ class StageLine:
             return StagePart("forward", stage), StagePart("input", stage)
         above = (self.backward(stage + 1),) if stage + 1 < len(self.split) else ()
         return (StagePart("forward", stage), *above)
-
-
-@dataclass
-class StageTraffic:
-    """What the parts of a plan take from each other.
-
-    Attributes:
-        line: the parts.
-        places: node -> the parts in which it is computed, or given as an input.
-        taken: part -> value that it takes -> the part that it takes the value from.
-    """
-
-    line: StageLine
-    places: Places
-    taken: dict[StagePart, dict[Node, StagePart]] = field(default_factory=dict)
-
-    def take(self, part: StagePart, values: Iterable[Node], why: str) -> None:
-        """Let a part have these values.
-
-        Raises:
-            CycleError: SK203 for a value that no part before it has; ``why`` says what it is needed for.
-        """
-        for value in values:
-            self._take(part, value, why)
-
-    def _take(self, part: StagePart, value: Node, why: str) -> None:
-        while part not in self.places[value] and value not in self.taken.setdefault(part, {}):
-            source = next((p for p in self._sources(part, value) if self._has(value, p)), None)
-            if source is None:
-                raise _cycle(part, value, self.places[value], why)
-            self.taken[part][value] = source
-            part = source
-
-    def _sources(self, part: StagePart, value: Node) -> tuple[StagePart, ...]:
-        """Return the parts from which a part may take a value, the preferred one first.
-
-        What the input part recomputes waits for the weight part; if the weight part took forward's copy, forward would
-        have to save what the plan recomputes.
-        """
-        early = StagePart("input", part.stage)
-        if part.half == "weight" and early in self.places[value]:
-            return (early,)
-        return self.line.before(part)
-
-    def _has(self, value: Node, part: StagePart) -> bool:
-        """Whether a part computes a value, or can take it."""
-        stack = [part]
-        while stack:
-            part = stack.pop()
-            if part in self.places[value] or value in self.taken.get(part, {}):
-                return True
-            stack += self.line.before(part)
-        return False
-
-    def between(self, source: StagePart, target: StagePart) -> list[Node]:
-        """Return the values that one part takes from another, in the order in which they were asked for."""
-        return [value for value, origin in self.taken.get(target, {}).items() if origin == source]
 
 
 def _cycle(part: StagePart, value: Node, places: tuple[PartKey, ...], why: str) -> CycleError:

@@ -11,7 +11,6 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cache
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
@@ -52,17 +51,13 @@ _REGISTERED_BY = {"transformers": "transformers.integrations.moe"}
 """Namespace of ops -> the module that registers them; ``import transformers`` alone does not."""
 
 
-@cache
-def _functions() -> Mapping[str, Callable[..., Any]]:
-    found = {f"operator.{name}": getattr(operator, name) for name in _OPERATORS.split()}
-    found |= {f"math.{name}": getattr(math, name) for name in _MATH.split()}
-    found |= {f"torch.{name}": getattr(torch, name) for name in _SYMBOLIC.split() if hasattr(torch, name)}
-    return MappingProxyType(found | {f"state.{name}": function for name, function in _STATE.items()})
-
-
-@cache
-def _names() -> Mapping[int, str]:
-    return MappingProxyType({id(function): name for name, function in _functions().items()})
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {f"operator.{name}": getattr(operator, name) for name in _OPERATORS.split()}
+    | {f"math.{name}": getattr(math, name) for name in _MATH.split()}
+    | {f"torch.{name}": getattr(torch, name) for name in _SYMBOLIC.split() if hasattr(torch, name)}
+    | {f"state.{name}": function for name, function in _STATE.items()}
+)
+_NAMES: Mapping[int, str] = MappingProxyType({id(function): name for name, function in _FUNCTIONS.items()})
 
 
 def name_of_function(target: Any) -> str | None:
@@ -70,7 +65,7 @@ def name_of_function(target: Any) -> str | None:
     if isinstance(target, OpOverload | HigherOrderOperator):
         name = f"op.{target}" if isinstance(target, OpOverload) else f"higher_order.{target}"
         return name if function_of(name) is target else None
-    return _names().get(id(target))
+    return _NAMES.get(id(target))
 
 
 def function_of(name: str) -> Any:
@@ -81,7 +76,7 @@ def function_of(name: str) -> Any:
     if kind == "higher_order":
         found = getattr(torch.ops.higher_order, rest, None) if rest.isidentifier() else None
         return found if isinstance(found, HigherOrderOperator) else None
-    return _functions().get(name)
+    return _FUNCTIONS.get(name)
 
 
 def op_schema(target: Any) -> str:

@@ -20,6 +20,7 @@ from torch.fx import Node
 from torch.fx.passes.utils.common import lift_subgraph_as_module
 
 from splitkit import _torch
+from splitkit.engine.codegen.emit import numbered_names
 from splitkit.errors import CycleError, PlanError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.dependences import Before, all_dependences, lowest_first
@@ -48,10 +49,12 @@ def fuse_partitions(flow: Dataflow, partitions: Sequence[Iterable[Node]], prefix
     made: dict[Key, Node] = {}
     modules: dict[str, fx.GraphModule] = {}
     for partition in fused:
-        name = _free_name(flow.root, f"{prefix}{partition.number}")
+        name = next(free for free in numbered_names(f"{prefix}{partition.number}") if not hasattr(flow.root, free))
         calls, modules[name] = _fuse(flow, partition, name)
         made |= calls
-    _reorder(flow.graph, [made.get(key) or node for key, node in order])
+    for last, node in itertools.pairwise([made.get(key) or node for key, node in order]):
+        if last.next is not node:
+            last.append(node)
     flow.root.recompile()
     # Only now: `recompile` would generate the code of every child again.
     for name, module in modules.items():
@@ -188,11 +191,6 @@ def _fuse(flow: Dataflow, partition: _Fused, name: str) -> tuple[dict[Key, Node]
     return made, module
 
 
-def _free_name(root: nn.Module, name: str) -> str:
-    names = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(1)))
-    return next(free for free in names if not hasattr(root, free))
-
-
 def _subgraph(partition: _Fused) -> tuple[list[Node], fx.Graph]:
     """Return the nodes whose values a partition takes, in the order of their first use, and its graph."""
     graph = fx.Graph()
@@ -213,12 +211,3 @@ def _subgraph(partition: _Fused) -> tuple[list[Node], fx.Graph]:
     values = tuple(copies[node] for node in partition.outputs)
     graph.output(values[0] if len(values) == 1 else values)
     return inputs, graph
-
-
-def _reorder(graph: fx.Graph, nodes: Iterable[Node]) -> None:
-    """Put the nodes of a graph in this order."""
-    last: Node | None = None
-    for node in nodes:
-        if last is not None and last.next is not node:
-            last.append(node)
-        last = node

@@ -33,6 +33,8 @@ from splitkit.graph.caches import caches_of
 from splitkit.graph.shards import collective_group
 from splitkit.graph.storages import attribute
 
+# Convert arguments of nodes to JSON-ready data and back: constants, nodes, and containers of these.
+
 
 def encode_argument(value: Any, where: str) -> Any:
     """Return an argument as JSON-ready data.
@@ -57,10 +59,8 @@ def encode_argument(value: Any, where: str) -> Any:
         return {"dict": [[encode_argument(key, where), encode_argument(item, where)] for key, item in value.items()]}
     if kind is slice:
         return {"slice": [encode_argument(item, where) for item in (value.start, value.stop, value.step)]}
-    if kind in (float, complex):
-        return {kind.__name__: repr(value)}
-    for name, (torch_kind, _) in _OF_TORCH.items():
-        if isinstance(value, torch_kind):
+    for name, (known, _) in _BY_TEXT.items():
+        if kind is known:
             return {name: str(value).removeprefix("torch.")}
     if value is Ellipsis:
         return {"ellipsis": None}
@@ -97,10 +97,8 @@ def decode_argument(data: JsonField, kinds: Mapping[str, Callable[[JsonField], A
         return dict(decode_pair(item, kinds) for item in inner.items())
     if kind == "slice" and isinstance(inner.value, list) and len(inner.value) == 3:
         return slice(*(decode_argument(item, kinds) for item in inner.items()))
-    if kind in ("float", "complex"):
-        return _number(kind, inner)
-    if kind in _OF_TORCH:
-        return _of_torch(kind, inner)
+    if kind in _BY_TEXT:
+        return _of_text(kind, inner)
     if kind == "ellipsis":
         return Ellipsis
     raise data.damaged("a value")
@@ -114,18 +112,11 @@ def decode_pair(data: JsonField, kinds: Mapping[str, Callable[[JsonField], Any]]
     return items[0], items[1]
 
 
-def _number(kind: str, data: JsonField) -> float | complex:
-    try:
-        return float(data.text()) if kind == "float" else complex(data.text())
-    except ValueError as error:
-        raise data.damaged("a number") from error
-
-
-def _of_torch(kind: str, data: JsonField) -> Any:
-    wanted, make = _OF_TORCH[kind]
+def _of_text(kind: str, data: JsonField) -> Any:
+    wanted, make = _BY_TEXT[kind]
     try:
         found = make(data.text())
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise data.damaged(f"a {kind}") from error
     if not isinstance(found, wanted):
         raise data.damaged(f"a {kind}")
@@ -136,7 +127,9 @@ def _of_name(name: str) -> Any:
     return getattr(torch, name, None)
 
 
-_OF_TORCH: Mapping[str, tuple[Any, Any]] = {
+_BY_TEXT: Mapping[str, tuple[Any, Any]] = {
+    "float": (float, float),
+    "complex": (complex, complex),
     "dtype": (torch.dtype, _of_name),
     "device": (torch.device, torch.device),
     "layout": (torch.layout, _of_name),
@@ -155,9 +148,6 @@ def dtype_of(data: JsonField) -> torch.dtype:
 def name_of_dtype(dtype: torch.dtype) -> str:
     """Return the name that `dtype_of` reads."""
     return str(dtype).removeprefix("torch.")
-
-
-# Convert arguments of nodes to JSON-ready data and back: constants, nodes, and containers of these.
 
 
 # Convert pytree specs of inputs and outputs to JSON-ready data and back: containers by kind, classes by name.
@@ -406,7 +396,7 @@ def _appended(writer: Writer, item: JsonField, nodes: Mapping[str, Node], known:
         _identifier(item["target"])
     elif op != "output" or target != "output":
         raise item["op"].damaged("placeholder, get_attr, call_function, call_module or output")
-    return writer.node(op, target, args, kwargs, name)
+    return writer.append(op, target, args, name, kwargs)
 
 
 def _require_op(name: str, signature: JsonField) -> None:

@@ -6,7 +6,7 @@ import operator
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import accumulate, islice
 from typing import Any
 
@@ -25,6 +25,7 @@ from splitkit.errors import GraphError
 from splitkit.graph.dataflow import Dataflow, analyze
 from splitkit.graph.input_overlap import check_nodes
 from splitkit.graph.scope import NEUTRAL, Scope, scopes
+from splitkit.graph.shared_memory import GIVEN
 from splitkit.graph.storages import attribute
 from splitkit.plans.part_order import stable_order
 from splitkit.plans.parts import PARENT, PartKey
@@ -55,7 +56,7 @@ def inline(split: Split) -> fx.GraphModule:
         )
     modules = current_modules(split)
     attributes = MergedAttributes(split.flow.root, modules.values())
-    flat = flatten(split, modules, attributes.name)
+    flat = _Flattener(split, modules, attributes.name).flat_graph()
     order = _order(flat, _torch.LazyGraphModule(attributes.module, flat.graph), split.flow)
     graph = _write(flat, order, split, anew=not _regions_are_kept(flat, order, split.flow))
     graph.set_codegen(_torch.codegen_of(split.module.graph))
@@ -97,7 +98,7 @@ def _regions_are_kept(flat: FlatGraph, order: list[tuple[int, Node]], original: 
     """Whether every node has its ambient state if the original's state ops stay where they are."""
     nodes = list(original.index)
     state = [original.scope.get(node) for node in nodes]
-    wanted = [(flat.scope[node], state[i] if i >= 0 else NEUTRAL) for i, node in order if node.op not in STATELESS_OPS]
+    wanted = [(flat.scope[node], state[i] if i >= 0 else NEUTRAL) for i, node in order if node.op not in GIVEN]
     return flat.final == original.final and all(want == have for want, have in wanted)
 
 
@@ -122,13 +123,13 @@ def _write(flat: FlatGraph, order: list[tuple[int, Node]], split: Split, anew: b
                 whole[other] = writer.copy(other, whole.__getitem__)
             index, other = next(others)
         if anew and node.op == "output":
-            scoped.finish(flat.final)
-        elif anew and node.op not in STATELESS_OPS:
+            scoped.move_to(flat.final)
+        elif anew and node.op not in GIVEN:
             scoped.move_to(flat.scope[node])
         origin = flat.origin.get(node)
         # The first copy gets the original's name; added nodes, and copies that an edit made unequal, get new ones.
         if origin is None or origin in whole:
-            name = node.name if node.name not in names else unique_name(node.name, names)
+            name = unique_name(node.name, names)
             names.add(name)
         else:
             name = origin.name
@@ -198,7 +199,8 @@ class MergedAttributes:
         else:
             target_here = target
         self._taken[target_here] = value
-        if _find(self.module, target_here) is not value:
+        here: Any = self.module
+        if reduce(lambda found, atom: getattr(found, atom, None), target_here.split("."), here) is not value:
             self._put(target_here, value, module.get_submodule(target.rpartition(".")[0]))
         return target_here
 
@@ -228,13 +230,6 @@ class MergedAttributes:
             setattr(owner, last, value)
 
 
-def _find(module: nn.Module, target: str) -> object:
-    found: object = module
-    for atom in target.split("."):
-        found = getattr(found, atom, None)
-    return found
-
-
 # Write a split, as it is now, as one flat graph: the parts replace their calls, in the order in which they run.
 #
 # State ops are left out; the flat graph records the scope of each node instead, in terms of the original's regions.
@@ -244,13 +239,9 @@ def _find(module: nn.Module, target: str) -> object:
 #     submod_0: a, b      submod_1: b', c
 
 
-Names = Callable[[fx.GraphModule, str], str]
-"""(module, target) -> the name of that attribute in the flat graph."""
-
-
 @dataclass(frozen=True)
 class FlatGraph:
-    """The result of `flatten`.
+    """A split as one graph.
 
     Attributes:
         graph: the flat graph.
@@ -267,24 +258,6 @@ class FlatGraph:
     final: Scope = NEUTRAL
 
 
-def flatten(
-    split: Split, modules: Mapping[PartKey, fx.GraphModule], name: Callable[[fx.GraphModule, str], str]
-) -> FlatGraph:
-    """Return the flat graph of a split.
-
-    Args:
-        split: the split.
-        modules: its modules as they are now, see `current_modules`.
-        name: returns the name of an attribute in the flat graph.
-
-    Raises:
-        GraphError: SK106 if the call of a part cannot be inlined, SK103 if an edit broke a region.
-    """
-    flattener = _Flattener(split, modules, name)
-    flattener.parent()
-    return flattener.flat
-
-
 def _inside(outer: Scope, inner: Scope) -> Scope:
     if outer == NEUTRAL:
         return inner
@@ -292,7 +265,20 @@ def _inside(outer: Scope, inner: Scope) -> Scope:
 
 
 class _Flattener:
-    def __init__(self, split: Split, modules: Mapping[PartKey, fx.GraphModule], name: Names) -> None:
+    """Writes the flat graph of a split.
+
+    Args:
+        split: the split.
+        modules: its modules as they are now, see `current_modules`.
+        name: (module, target) -> the name of that attribute in the flat graph.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        modules: Mapping[PartKey, fx.GraphModule],
+        name: Callable[[fx.GraphModule, str], str],
+    ) -> None:
         self._modules = {key: CurrentModule(split, key, module) for key, module in modules.items()}
         self._keys = {part: key for key, part in split.names.items()}
         self._name = name
@@ -300,8 +286,12 @@ class _Flattener:
         self._writer = Writer(self.flat.graph)
         self._made: dict[Node, list[Node]] = {}  # original node -> the nodes written for it
 
-    def parent(self) -> None:
-        """Write the parent; calls of parts and their getitems vanish."""
+    def flat_graph(self) -> FlatGraph:
+        """Write the parent, in which calls of parts and their getitems vanish.
+
+        Raises:
+            GraphError: SK106 if the call of a part cannot be inlined, SK103 if an edit broke a region.
+        """
         current = self._modules[PARENT]
         env: dict[Node, Any] = {}
 
@@ -328,6 +318,7 @@ class _Flattener:
                 continue
             inputs: Any = fx.node.map_arg((args, kwargs), value)
             env[node] = self._part(key, inputs[0], inputs[1], current.scope[node])
+        return self.flat
 
     def _part(self, key: PartKey, args: Sequence[Any], kwargs: Mapping[str, Any], outer: Scope) -> Any:
         """Write the nodes of a part, and return its output value."""
@@ -347,7 +338,7 @@ class _Flattener:
     def _write(self, current: CurrentModule, node: Node, value: Callable[[Node], Any], outer: Scope) -> Node:
         flat, origin = self.flat, current.origin.get(node)
         target = self._name(current.module, str(node.target)) if node.op in ("get_attr", "call_module") else node.target
-        scope = NEUTRAL if node.op in STATELESS_OPS else _inside(outer, current.scope[node])
+        scope = NEUTRAL if node.op in GIVEN else _inside(outer, current.scope[node])
         copied = self._writer.copy(node, value, target)
         for made in self._made.get(origin, ()) if origin else ():
             if flat.scope[made] == scope and _alike(made, copied):
@@ -381,9 +372,6 @@ def _member(call: Node, values: Sequence[Any], position: Any) -> Any:
 # A node is a copy of an original node if it has the name of the copy; the others were added by someone who edited a
 # module.
 
-
-STATELESS_OPS = ("placeholder", "get_attr")
-"""Ops whose nodes do not depend on the ambient state or the time at which they run."""
 
 Place = tuple[int, int]
 """The place of a node: an index in the original graph, and before (-1), at (0) or after (1) the node there."""
@@ -462,7 +450,7 @@ class CurrentModule:
                 continue
             here = index[self.origin[node]]
             places[node] = (here, int(self.split.plan.home(self.origin[node]) != self.key))
-            if node.op not in STATELESS_OPS:
+            if node.op not in GIVEN:
                 places |= dict.fromkeys(waiting, self._between(last, here))
                 waiting, last = [], here
         return places | dict.fromkeys(waiting, self._between(last, len(index)))

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import cast
 
 import torch
@@ -51,17 +51,11 @@ class _Reader:
     def attribute(self, name: str) -> Node:
         """Return a node for an attribute of the parent or a part; it yields ``None`` where a part's is gone."""
         if name not in self.made:
-            *owner, last = name.split(".")
-            if not owner or owner[0] not in self.parts:
-                self.made[name] = self.graph.get_attr(name)
+            owner, _, last = name.rpartition(".")
+            if owner and name.split(".")[0] in self.parts:
+                self.made[name] = self.graph.call_function(getattr, (self.attribute(owner), last, None))
             else:
-                inside = self.attribute(".".join(owner)) if owner[1:] else self._part(owner[0])
-                self.made[name] = self.graph.call_function(getattr, (inside, last, None))
-        return self.made[name]
-
-    def _part(self, name: str) -> Node:
-        if name not in self.made:
-            self.made[name] = self.graph.get_attr(name)
+                self.made[name] = self.graph.get_attr(name)
         return self.made[name]
 
 
@@ -90,12 +84,7 @@ def rename_checked_attributes(graph: fx.Graph, rename: Callable[[str], str], par
     return bool(checks)
 
 
-def add_overlap_check(
-    flow: Dataflow,
-    steps: Sequence[Subgraph | Node],
-    emitted: Emitted,
-    qualified_names: Callable[[Emitted], Mapping[str, str]],
-) -> None:
+def add_overlap_check(flow: Dataflow, steps: Sequence[Subgraph | Node], emitted: Emitted) -> None:
     """Let the parent of a split refuse inputs that share memory, unless no call can go wrong.
 
     A class is a set of tensors that the graph knows to share memory; the check compares tensors of different classes.
@@ -104,16 +93,15 @@ def add_overlap_check(
         flow: facts about the graph.
         steps: the parts and the parent's own nodes, in the order in which the parent runs them.
         emitted: the parent and the parts; the check is inserted after the inputs of the parent.
-        qualified_names: returns the name of each parameter and buffer of the parent -> its name in the original.
     """
     # Without a write no order of reads matters, and in the order of the graph every call is right.
     acting = [e for e in flow.effects.values() if e is not PURE]
     inputs = [n for n in flow.scope if n.op == "placeholder"]
     if not inputs or not any(e.writes or e.writes_state or not e.known for e in acting):
         return
-    times = _execution_times(steps)
-    if _keeps_order(flow, times):
+    if keeps_order(flow, steps):
         return
+    times = _execution_times(steps)
     held = [storage_key(t) for e in acting for t in e.reads_state]
     attributes = [n for n in flow.scope if n.op == "get_attr"]
     memory = memory_classes(flow.effects, flow.root, besides=[*inputs, *attributes, *held])
@@ -124,7 +112,7 @@ def add_overlap_check(
     if not uses:
         return
     find, of_attributes = Lookup(flow.root), dict[str, Hashable]()
-    for name, original in qualified_names(emitted).items():
+    for name, original in emitted.qualified_names().items():
         tensor = find(original)
         if isinstance(tensor, torch.Tensor) and (c := _class_in(memory, storage_key(tensor))) in uses:
             of_attributes[name] = c
@@ -168,30 +156,29 @@ class _Order:
 
     def __init__(self, uses: Iterable[Use]) -> None:
         known = sorted(uses)
-        self.every, self.writes = _SortedUses(known), _SortedUses([use for use in known if use.writes])
+        self._tables = {True: _table(known), False: _table([use for use in known if use.writes])}
 
     def clashes(self, use: Use) -> bool:
         """Whether one of the uses runs on the wrong side of ``use``; if ``use`` only reads, only writes count."""
-        return (self.every if use.writes else self.writes).clashes(use)
+        places, latest, earliest = self._tables[use.writes]
+        before, after = bisect_left(places, use.place), bisect_right(places, use.place)
+        return (before > 0 and latest[before - 1] >= use.first) or (after < len(places) and earliest[after] <= use.last)
 
 
-class _SortedUses:
-    """Uses by place in the graph, with the latest time of every prefix and the earliest of every suffix."""
-
-    def __init__(self, uses: Sequence[Use]) -> None:
-        self.places = [use.place for use in uses]
-        self.latest = list(accumulate((use.last for use in uses), max))  # of this use and those before
-        # of this use and those after
-        self.earliest = list(accumulate((use.first for use in reversed(uses)), min))[::-1]
-
-    def clashes(self, use: Use) -> bool:
-        before, after = bisect_left(self.places, use.place), bisect_right(self.places, use.place)
-        late = before > 0 and self.latest[before - 1] >= use.first
-        return late or (after < len(self.places) and self.earliest[after] <= use.last)
+def _table(uses: Sequence[Use]) -> tuple[list[int], list[int], list[int]]:
+    """Return the places of uses in the graph, the latest time of every prefix and the earliest of every suffix."""
+    latest = accumulate((use.last for use in uses), max)
+    earliest = accumulate((use.first for use in reversed(uses)), min)
+    return [use.place for use in uses], [*latest], [*earliest][::-1]
 
 
 def _class_in(memory: Memory, item: Hashable) -> Hashable:
-    """Return the class of a node or storage; all memory that opaque code may reach is one class."""
+    """Return the class of a node or storage, or that of an entry that stands for the sizes of a class.
+
+    All memory that opaque code may reach is one class.
+    """
+    if isinstance(item, tuple) and item[:1] == (SIZES,):
+        item = item[1]
     c = memory.members.get(item, item)
     return REACHED if c in memory.reached else c
 
@@ -205,15 +192,10 @@ def _execution_times(steps: Sequence[Subgraph | Node]) -> dict[Node, tuple[int, 
     return times
 
 
-def _keeps_order(flow: Dataflow, times: Mapping[Node, tuple[int, int]]) -> bool:
+def keeps_order(flow: Dataflow, steps: Sequence[Subgraph | Node]) -> bool:
     """Whether the nodes run one by one in the order of the graph."""
-    latest = -1
-    for node in filter(times.__contains__, flow.nodes):
-        first, last = times[node]
-        if first <= latest:
-            return False
-        latest = last
-    return True
+    times = _execution_times(steps)
+    return all(before[1] < after[0] for before, after in pairwise(times[n] for n in flow.nodes if n in times))
 
 
 def _uses(
@@ -224,14 +206,7 @@ def _uses(
     for node, effect in flow.effects.items():
         if node.op in ("placeholder", "get_attr") or node in flow.followers or node not in times:
             continue
-        writes, touched = ({_root_of(memory, c) for c in classes} for classes in memory.use(node, effect))
+        writes, touched = ({_class_in(memory, c) for c in classes} for classes in memory.use(node, effect))
         for c in touched & roots:
             uses.setdefault(c, []).append(Use(flow.index[node], *times[node], c in writes, node.name))
     return uses
-
-
-def _root_of(memory: Memory, c: Hashable) -> Hashable:
-    """Return the class of the memory, also for an entry that stands for its sizes."""
-    if isinstance(c, tuple) and c[:1] == (SIZES,):
-        c = c[1]
-    return REACHED if c in memory.reached else c

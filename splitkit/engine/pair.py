@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from splitkit.files import PathLike
 
 
-Places = dict[Node, tuple[PartKey, ...]]
 _SHOWN = 5  # how many saved values a pair prints
 
 
@@ -219,7 +218,7 @@ def divide(flow: JointFlow, policy: PolicyLike, costs: Costs) -> Pair:
     forward = emitted_half(flow, early, primals, sent, replace(copies, fetch={}, read={}))
     given = [*sizes, *saved, *flow.backward_inputs]
     backward = emitted_half(flow, late, given, flow.gradients, replace(copies, release={}))
-    moved, names = tuple(n.name for n in copies.values), tuple(map(copies.name, saved))
+    moved, names = tuple(n.name for n in copies.made), tuple(map(copies.name, saved))
     return Pair(forward, backward, flow.forward_outputs, names, tuple(n.name for n in sizes), plan, moved)
 
 
@@ -245,7 +244,7 @@ def _with_homes(flow: JointFlow, plan: Plan) -> Plan:
 
 def _complete(flow: JointFlow, plan: Plan) -> Plan:
     """Return the plan with places for inputs, members of tuples and attributes as well."""
-    places: Places = {n: (FORWARD,) for n in flow.scope if n.op == "placeholder"}
+    places: dict[Node, tuple[PartKey, ...]] = {n: (FORWARD,) for n in flow.scope if n.op == "placeholder"}
     places |= dict.fromkeys(flow.backward_inputs, (BACKWARD,))
     places |= {n: plan.places[flow.producer(n)] for n in flow.scope if flow.producer(n) in plan.places}
     for node in flow.scope:
@@ -361,7 +360,6 @@ class HostCopies:
     """The copies of one pair, by the nodes of the joint graph at which they stand.
 
     Attributes:
-        values: the values that are moved.
         made: value -> its copy on the host, as both graphs show it.
         release: node of forward -> values whose copies are waited for after it.
         fetch: node of backward -> values that are asked for before it.
@@ -369,7 +367,6 @@ class HostCopies:
             given are on their way.
     """
 
-    values: tuple[Node, ...] = ()
     made: dict[Node, object] = field(default_factory=dict)
     release: dict[Node, list[Node]] = field(default_factory=dict)
     fetch: dict[Node, list[Node]] = field(default_factory=dict)
@@ -400,8 +397,10 @@ class HostCopies:
         early, late = ({node: i for i, node in enumerate(nodes)} for nodes in (forward, backward))
         for one in offloaded:
             value = one.value
-            if flaw := _why_not(flow, value, saved, early):
+            if flaw := why_not_offloaded(flow, value, saved, "backward"):
                 raise offload_refused(value, flaw)
+            if value not in early:
+                raise offload_refused(value, "forward does not compute it")
             last = max((early[n] for n in _readers(flow, value, forward)), default=early[value])
             first = next(iter(_readers(flow, value, backward)))
             release, fetch = one.release or forward[max(last, early[value])], one.fetch or first
@@ -415,7 +414,6 @@ class HostCopies:
             found.release.setdefault(release, []).append(value)
             found.fetch.setdefault(fetch, []).append(value)
             found.read.setdefault(first, []).append(value)
-        found.values = tuple(found.made)
         for values in found.fetch.values():  # what is read first comes first
             values.sort(key=lambda value: late[next(iter(_readers(flow, value, backward)))])
         return found
@@ -469,21 +467,23 @@ def back_on_device(name: str) -> str:
     return f"{name}_back"
 
 
-def _why_not(flow: JointFlow, value: Node, saved: Collection[Node], early: Collection[Node]) -> str:
+def why_not_offloaded(flow: JointFlow, value: Node, saved: Collection[Node], backward: str) -> str:
+    """Return why a value of forward cannot wait on the host; an empty string if it can.
+
+    Args:
+        flow: facts about the joint graph.
+        value: the value.
+        saved: what backward takes from forward.
+        backward: what the reason calls backward.
+    """
     if value not in saved:
-        return "backward does not take it from forward"
+        return f"{backward} does not take it from forward"
     if flaw := why_not_moved(flow, value):
         return flaw
     if others := sharing(flow, value, [node for node in saved if node is not value]):
         return f"{others[0].name}, which is saved too, lies in the same memory"
-    if is_returned(flow, value):
-        return "it is returned to the caller"
-    return "" if value in early else "forward does not compute it"
-
-
-def is_returned(flow: JointFlow, value: Node) -> bool:
-    """Whether the memory of a value is returned to the caller."""
-    return bool(sharing(flow, value, output_nodes((*flow.outputs, *flow.gradients))))
+    returned = sharing(flow, value, output_nodes((*flow.outputs, *flow.gradients)))
+    return "it is returned to the caller" if returned else ""
 
 
 def sharing(flow: JointFlow, value: Node, nodes: Iterable[Node]) -> list[Node]:

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
-from itertools import pairwise
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import torch
 from torch import fx, nn
 from torch.fx import Node
 
@@ -22,16 +21,16 @@ from splitkit.costs import Costs, default, unit
 from splitkit.costs.named import priced
 from splitkit.costs.recorded import record_of
 from splitkit.costs.roofline import decomposed_attention
-from splitkit.engine.codegen.emit import Emitted, Style, emit, unique_name
+from splitkit.engine.codegen.emit import Style, emit, unique_name
 from splitkit.engine.complete import check_plan, complete_plan
-from splitkit.engine.overlap_checks import add_overlap_check, rename_checked_attributes
+from splitkit.engine.overlap_checks import add_overlap_check, keeps_order, rename_checked_attributes
 from splitkit.engine.subgraphs import Subgraph, extract_subgraphs, part_graph, part_summary, segments_of
 from splitkit.errors import CycleError, PlanError, PolicyError, listed
 from splitkit.graph.dataflow import Assumed, Dataflow, analyze, assumed_tensors, calls_around
 from splitkit.graph.input_overlap import refuse_objects
 from splitkit.graph.joint_marks import is_joint
 from splitkit.graph.node_selection import no_module
-from splitkit.graph.storages import Lookup, parameters_and_buffers
+from splitkit.graph.storages import parameters_and_buffers
 from splitkit.memory.kernels.target_kernels import CPU
 from splitkit.pipeline.purpose import request_of
 from splitkit.plans.part_order import part_order
@@ -276,9 +275,9 @@ def split(
         emitted = emit(flow, whole, steps, Style(), lazy)
         if check_inputs:
             add_object_check(flow, whole, steps, emitted.module)
-            add_overlap_check(flow, steps, emitted, qualified_names)
+            add_overlap_check(flow, steps, emitted)
     subgraphs = {s.key: s for s in steps if isinstance(s, Subgraph)}
-    return Split(emitted.module, whole, flow, subgraphs, emitted.parts, qualified_names(emitted), emitted.copies)
+    return Split(emitted.module, whole, flow, subgraphs, emitted.parts, emitted.qualified_names(), emitted.copies)
 
 
 def decide(flow: Dataflow, policy: PolicyLike, costs: Costs | None, on_cycle: OnCycle) -> Plan:
@@ -328,23 +327,6 @@ def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
         raise PolicyError("SK302", f"{name}={value!r} is not known", f"Use {', '.join(others)} or {last}.")
 
 
-def qualified_names(emitted: Emitted) -> dict[str, str]:
-    """Return the name of every parameter and buffer of the split module -> its original name."""
-    names: dict[str, str] = {}
-    for part, attributes in emitted.attributes.items():
-        find = Lookup(emitted.module.get_submodule(part))
-        prefix = f"{part}." if part else ""
-        for name, original in attributes.items():
-            value = find(name)
-            if isinstance(value, nn.Module):  # a called module, or the body of a higher-order op
-                inner = [n for n, _ in value.named_parameters(remove_duplicate=False)]
-                inner += [n for n, _ in value.named_buffers(remove_duplicate=False)]
-                names |= {f"{prefix}{name}.{n}": f"{original}.{n}" for n in inner}
-            elif isinstance(value, torch.Tensor):
-                names[f"{prefix}{name}"] = original
-    return names
-
-
 def _renamed(prefix: str, before: nn.Module, now: nn.Module) -> dict[str, str]:
     """Return the names of parameters and buffers in the old module -> their names in the new one, if it has them."""
     known = {id(tensor): name for name, tensor in parameters_and_buffers(now).items()}
@@ -355,14 +337,9 @@ def _renamed(prefix: str, before: nn.Module, now: nn.Module) -> dict[str, str]:
 # Check at each call of a split that its inputs are tensors, where the order of its parts relies on that.
 
 
-def _keys(assumed: Assumed) -> list[tuple[bool, int | str]]:
+def _keys(assumed: Assumed) -> list[tuple[bool, object]]:
     """Return the path of a value up to the first key that JSON cannot hold; the check searches from there."""
-    keys: list[tuple[bool, int | str]] = []
-    for is_attribute, key in assumed.path:
-        if isinstance(key, bool) or not isinstance(key, int | str):
-            break
-        keys.append((is_attribute, key))
-    return keys
+    return [*takewhile(lambda step: isinstance(step[1], int | str) and not isinstance(step[1], bool), assumed.path)]
 
 
 def add_object_check(flow: Dataflow, plan: Plan, steps: Sequence[Subgraph | Node], module: fx.GraphModule) -> None:
@@ -375,7 +352,7 @@ def add_object_check(flow: Dataflow, plan: Plan, steps: Sequence[Subgraph | Node
         module: the parent; the check is inserted after its inputs.
     """
     assumed = assumed_tensors(flow)
-    if not assumed or (_runs_as_the_graph(flow, steps) and _runs_once(plan, assumed.values())):
+    if not assumed or (keeps_order(flow, steps) and _runs_once(plan, assumed.values())):
         return
     wanted, graph = {str(n.target): found for n, found in assumed.items()}, module.graph
     inputs = [n for n in graph.find_nodes(op="placeholder") if str(n.target) in wanted]
@@ -383,13 +360,6 @@ def add_object_check(flow: Dataflow, plan: Plan, steps: Sequence[Subgraph | Node
     with graph.inserting_before(next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))):
         graph.call_function(refuse_objects, (inputs, json.dumps(table)))
     module.recompile()
-
-
-def _runs_as_the_graph(flow: Dataflow, steps: Sequence[Subgraph | Node]) -> bool:
-    """Whether the nodes run in the order of the graph, each at most once."""
-    computed = (n for step in steps for n in (step.nodes if isinstance(step, Subgraph) else (step,)))
-    places = [flow.index[n] for n in computed if flow.is_placeable(n)]
-    return all(a < b for a, b in pairwise(places))
 
 
 def _runs_once(plan: Plan, assumed: Iterable[tuple[Assumed, ...]]) -> bool:
@@ -535,28 +505,20 @@ def split_module(
         flat=partition_affix == PIPELINING,
     )
     with collector_for_new_objects():
-        emitted = _emitted(m, split_callback, style, check_inputs and not style.flat)
+        flow, labels = analyze(m), dict[Node, PartKey]()
+        asked = _recorded(split_callback, labels) if keep_original_order else split_callback
+        whole = complete_plan(flow, decide(flow, asked, None, "error"), "hoist")
+        check_plan(flow, whole)
+        steps = extract_subgraphs(flow, whole, as_met=True)
+        segments = segments_of(flow, whole, labels) if labels else {}
+        emitted = emit(flow, whole, steps, style, _torch.wants_lazy_code(), segments)
+        if check_inputs and not style.flat:
+            # No `add_object_check`: the parent should have the nodes that torch's has.
+            add_overlap_check(flow, steps, emitted)
     if qualname_map is not None:
         for part, attributes in emitted.attributes.items():
             qualname_map |= {f"{part}.{name}": original for name, original in attributes.items() if part}
     return emitted.module
-
-
-def _emitted(
-    m: fx.GraphModule, split_callback: PolicyLike | Callable[[Node], PartKey], style: Style, check_inputs: bool
-) -> Emitted:
-    flow = analyze(m)
-    labels: dict[Node, PartKey] = {}
-    asked = _recorded(split_callback, labels) if style.late_attributes else split_callback
-    whole = complete_plan(flow, decide(flow, asked, None, "error"), "hoist")
-    check_plan(flow, whole)
-    steps = extract_subgraphs(flow, whole, as_met=True)
-    segments = segments_of(flow, whole, labels) if labels else {}
-    emitted = emit(flow, whole, steps, style, _torch.wants_lazy_code(), segments)
-    if check_inputs:
-        # No `add_object_check`: the parent should have the nodes that torch's has.
-        add_overlap_check(flow, steps, emitted, qualified_names)
-    return emitted
 
 
 def _recorded(policy: PolicyLike, labels: dict[Node, PartKey]) -> PolicyLike:

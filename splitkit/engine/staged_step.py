@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,13 +15,13 @@ from torch.fx import Node
 from splitkit.costs import unit_of
 from splitkit.costs.links import HostLink
 from splitkit.display import Shown
-from splitkit.engine.pair import back_on_device, is_returned, offload_refused, sharing
+from splitkit.engine.pair import back_on_device, offload_refused, sharing, why_not_offloaded
 from splitkit.graph.node_values import storage_bytes, value_bytes
 from splitkit.graph.shards import collective_group
 from splitkit.graph.storages import storage_key, tensors, value_of
 from splitkit.memory.kernels.kernel_results import ARRIVED, TO_DEVICE
 from splitkit.memory.simulation import MemorySimulation
-from splitkit.memory.storage_watch import BEFORE
+from splitkit.memory.storage_watch import BEFORE, HELD
 from splitkit.pipeline.order import StageCopies, suffix_sums
 from splitkit.pipeline.stage_costs import Exchange, StageCosts
 from splitkit.pipeline.stage_prices import STATE_OF, check_stage_optimizer
@@ -128,7 +127,7 @@ class StageGraphs:
         rest, last = len(self.outputs) + len(self.sent), len(made) - len(self.offloaded)
         held = dict(zip(self.held, made[rest:last], strict=True))
         for name, source in zip(self.offloaded, made[last:], strict=True):
-            held[name] = HostValue.leaving(held[name], source)
+            held[name] = HostValue(held[name], source, source.device)
         return tuple(made[: len(self.outputs)]), tuple(made[len(self.outputs) : rest]), held
 
     def with_copies(self, costs: StageCosts, seconds: Mapping[str, float], link: HostLink) -> StageCosts:
@@ -146,8 +145,7 @@ class StageGraphs:
         def taken(nodes: Sequence[Node]) -> list[float]:
             return [0.0 if node.op == "placeholder" else seconds.get(node.name, 0.0) for node in nodes]
 
-        made = dict(zip(early, accumulate(taken(early)), strict=True))
-        ends = {node.name: made[_producer(node)] for node in early}
+        ends = {node.name: made for node, made in zip(early, accumulate(taken(early)), strict=True)}
         rest = {node.name: left for node, left in zip(late, suffix_sums(taken(late)), strict=True)}
         sizes = {name: sum(self.storages([name]).values()) for name in self.offloaded}
         leaving = [(ends[name], nbytes) for name, nbytes in sizes.items()]
@@ -436,13 +434,6 @@ class StagedStep(Shown):
         return tuple(gradients)
 
 
-def _producer(node: Node) -> Node:
-    """Return the node that made the tuple that a node unpacks, or the node itself."""
-    while node.target is operator.getitem:
-        (node,) = node.all_input_nodes
-    return node
-
-
 def _origins(
     graph: fx.GraphModule, copies: Collection[str], known: Mapping[str, Mapping[Hashable, tuple[Origin, int]]]
 ) -> dict[str, Mapping[Hashable, tuple[Origin, int]]]:
@@ -489,18 +480,13 @@ def graph_temporaries(graph: fx.GraphModule, outputs: int | None = None) -> int:
     """
     run = MemorySimulation({}, lambda node: 0)
     returned = run.graph(graph, lambda node: run.input(node, "input"))
-    steps = len(run.steps)
     for _, value in returned:
-        run.hold(value, steps)
-    apart = {
-        number for _, value in returned[len(returned) if outputs is None else outputs :] for number in value.values()
-    }
-    change = [0] * (steps + 2)
+        run.hold(value, HELD)
+    apart = {n for _, value in returned[len(returned) if outputs is None else outputs :] for n in value.values()}
     for number, storage in enumerate(run.storages):
-        if storage.born != BEFORE and number not in apart:
-            change[storage.born] += storage.nbytes
-            change[min(storage.dies, steps) + 1] -= storage.nbytes
-    return max((live + more for live, more in zip(accumulate(change[:steps]), run.transient, strict=True)), default=0)
+        if storage.born == BEFORE or number in apart:
+            storage.nbytes = 0
+    return max(run.timeline(), default=0)
 
 
 # Saved values of stages that wait for backward on the host: checked, emitted, and moved between the graphs.
@@ -529,11 +515,6 @@ class HostValue:
     source: torch.Tensor | None
     device: torch.device
     copy: torch.Tensor | None = None
-
-    @classmethod
-    def leaving(cls, host: torch.Tensor, source: torch.Tensor) -> HostValue:
-        """Return a value whose copy to the host has begun."""
-        return cls(host, source, source.device)
 
     def release(self) -> None:
         """Wait for the copy to the host, and free the memory of the device."""
@@ -576,8 +557,6 @@ def offloaded_stages(
             raise offload_refused(one.value, flaw, "Leave out release and fetch.")
         if flaw := why_not_moved(flow, one.value):
             raise offload_refused(one.value, flaw)
-        if is_returned(flow, one.value):
-            raise offload_refused(one.value, "it is returned to the caller")
         stages = [key[1] for key in places.get(one.value, ()) if key[0] == "forward"]
         if len(stages) != 1:
             raise offload_refused(one.value, "forward does not compute it in one stage")
@@ -598,13 +577,11 @@ def check_moved(
         crossing: what it receives and sends, which the runtime holds in any case.
 
     Raises:
-        PlanError: SK220 for a value that is not saved, or shares its memory with one that stays.
+        PlanError: SK220 for a value that is not saved, cannot be moved, or shares its memory with one that stays.
     """
     for value in moved:
-        if value not in held:
-            raise offload_refused(value, f"backward of stage {stage} does not take it from forward")
+        if flaw := why_not_offloaded(flow, value, held, f"backward of stage {stage}"):
+            raise offload_refused(value, flaw)
         if others := sharing(flow, value, crossing):
             flaw = f"its memory crosses the border of stage {stage} as {others[0].name}, and is held there"
             raise offload_refused(value, flaw)
-        if others := sharing(flow, value, [n for n in held if n is not value]):
-            raise offload_refused(value, f"{others[0].name}, which is saved too, lies in the same memory")

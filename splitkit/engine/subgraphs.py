@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import groupby, product, takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -82,8 +83,8 @@ class _Borders:
         self.nodes: dict[PartKey, list[Node]] = defaultdict(list)
         self.inputs: dict[PartKey, dict[Node, None]] = defaultdict(dict)
         self.outputs: dict[PartKey, dict[Node, None]] = defaultdict(dict)
-        self._flow, self._places = flow, plan.places
-        self._symbols: dict[Node, tuple[Node, ...]] = {}
+        self._places = plan.places
+        self._symbols = cache(flow.symbols)  # once for all readers of a value
         for node, keys in plan.places.items():
             for key in keys:
                 self.nodes[key].append(node)
@@ -99,14 +100,8 @@ class _Borders:
             return
         self.inputs[reader][value] = None
         if reader is not PARENT:
-            for symbol in self._symbols_of(value):
+            for symbol in self._symbols(value):
                 self._bring(symbol, source, reader)
-
-    def _symbols_of(self, value: Node) -> tuple[Node, ...]:
-        """Return `Dataflow.symbols` of a value, computed once for all of its readers."""
-        if value not in self._symbols:
-            self._symbols[value] = self._flow.symbols(value)
-        return self._symbols[value]
 
     def _bring(self, symbol: Node, source: PartKey, reader: PartKey) -> None:
         """Pass a symbol to a part, unless the part would have to wait for another part to get it."""

@@ -16,7 +16,6 @@ from torch._dynamo.functional_export import dynamo_graph_capture_for_export  # 2
 from torch._functorch._aot_autograd import descriptors  # 2.11, 2.13, 2.15
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # 2.11, 2.13, 2.15
 from torch._guards import tracing  # 2.11, 2.13, 2.15
-from torch.export import _trace as export_trace  # 2.11, 2.13, 2.15
 from torch.fx import Node
 from torch.fx.experimental._backward_state import BackwardState  # 2.11, 2.13, 2.15
 
@@ -26,17 +25,13 @@ from splitkit.engine.common_subexpressions import deduplicate
 from splitkit.engine.pair import Pair, divide
 from splitkit.errors import CaptureError, PolicyError, SplitError
 from splitkit.frontends.capture.ambient_autocast import refuse_kept_casts
-from splitkit.frontends.trace_settings import (
-    with_gradients_on_meta,
-    without_globals,
-    without_logging,
-)
+from splitkit.frontends.trace_settings import as_in_export, with_gradients_on_meta, without_globals, without_logging
 from splitkit.graph.dataflow import analyze
 from splitkit.graph.fake_runs import rebinds
 from splitkit.graph.ops import effects_of
 from splitkit.memory.kernels.target_kernels import TargetKernels, own_kernels
 from splitkit.plans.policy import PolicyLike
-from splitkit.training.flow import JointFlow
+from splitkit.training.flow import JointFlow, output_nodes
 
 _HERE = Path(__file__).parent
 
@@ -82,7 +77,7 @@ def trace_joint(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
 def trace_sharded(step: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.GraphModule:
     """Return the joint graph of a step with ``DTensor``, which Dynamo would take apart; see `trace_joint`."""
     # models ask torch whether they may look at values
-    with torch.fx.traceback.preserve_node_meta(), export_trace._compiling_state_context():  # type: ignore[attr-defined]
+    with torch.fx.traceback.preserve_node_meta(), as_in_export():
         return _joint_graph(step, step, args, kwargs)
 
 
@@ -263,14 +258,10 @@ def joint_flow(gm: fx.GraphModule, forward_outputs: int, written: Iterable[Node]
     inputs = gm.graph.find_nodes(op="placeholder")
     late = sorted(filter(_kind_of_backward_input, inputs), key=_kind_of_backward_input)
     updated = [*updated_inputs(gm.graph), *written]
-    return JointFlow.of(analyze(gm), late, forward_outputs, updated, _gradients_of_inputs(gm.graph))
-
-
-def _gradients_of_inputs(graph: fx.Graph) -> list[Node]:
-    """Return the outputs that are gradients of the model's inputs; none in graphs without descriptors."""
-    outputs: Any = graph.output_node().args[0]
-    found = ((outputs[i], node) for i, node in inputs_of_gradients(graph))
-    return [value for value, node in found if isinstance(value, Node) and input_position(node) is not None]
+    outputs: Any = gm.graph.output_node().args[0]
+    # the gradients of the model's inputs; none in graphs without descriptors
+    given = [outputs[i] for i, node in inputs_of_gradients(gm.graph) if input_position(node) is not None]
+    return JointFlow.of(analyze(gm), late, forward_outputs, updated, output_nodes(given))
 
 
 def without_duplicates(gm: fx.GraphModule, forward_outputs: int) -> fx.GraphModule:

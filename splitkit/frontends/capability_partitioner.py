@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from torch import fx
 from torch.fx import Node
@@ -103,7 +104,8 @@ class CapabilityBasedPartitioner:
             transparent = ALWAYS_TRANSPARENT.union(self.non_compute_ops)
             worth = self.allowed_single_node_partition_ops
             made = {i: nodes for i, nodes in made.items() if computing_calls(nodes, transparent, worth) > 1}
-        return [_as_torch(number, nodes) for number, nodes in sorted(made.items()) if nodes]
+        rows: list[tuple[int, Any]] = sorted(made.items())
+        return [Partition(number, nodes, nodes.values()) for number, nodes in rows if nodes]
 
     def fuse_partitions(self, partitions: Sequence[Partition], prefix: str = "fused_") -> fx.GraphModule:
         """Replace each partition by a call of a module ``prefix0``, ``prefix1`` ...; return the graph module.
@@ -200,9 +202,3 @@ def _with_places(before: Before, partitions: dict[int, list[Node]]) -> Partition
         number: {node: places[node] for node in sorted(nodes, key=places.__getitem__, reverse=True)}
         for number, nodes in partitions.items()
     }
-
-
-def _as_torch(number: int, nodes: dict[Node, int | None]) -> Partition:
-    partition = Partition(id=number)
-    partition.nodes.update(nodes)
-    return partition

@@ -7,7 +7,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from hashlib import sha256
@@ -90,24 +90,18 @@ class CheckpointContext:
         Raises:
             PlanError: SK307 inside the contexts, if a layer runs other ops than those which were planned.
         """
-        return create_selective_checkpoint_contexts(_Decisions(self))  # type: ignore[no-any-return, no-untyped-call]
+        decide = partial(self._decide, {False: 0, True: 0})
+        return create_selective_checkpoint_contexts(decide)  # type: ignore[no-any-return, no-untyped-call]
 
-
-class _Decisions:
-    """The policy function of one call of a layer: what happens to each op, in the order in which they run."""
-
-    def __init__(self, context: CheckpointContext) -> None:
-        self.context = context
-        self.positions = {False: 0, True: 0}
-
-    def __call__(self, state: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def _decide(self, positions: dict[bool, int], state: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        """Return what happens to an op of one call of a layer; they come in the order in which they run."""
         if not reads_floats(args, kwargs):
             return CheckpointPolicy.PREFER_RECOMPUTE
-        ops, position = self.context.ops, self.positions[state.is_recompute]
+        ops, position = self.ops, positions[state.is_recompute]
         if not any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves((args, kwargs))):
-            while position in self.context.replays:
+            while position in self.replays:
                 position += 1
-        self.positions[state.is_recompute] = position + 1
+        positions[state.is_recompute] = position + 1
         if position >= len(ops) or ops[position] is not op:
             planned = ops[position] if position < len(ops) else "no further op"
             raise PlanError(
@@ -117,7 +111,7 @@ class _Decisions:
                 "**batch). Enter an autocast in the model's forward, where planning sees it. If the ops of the layer "
                 "depend on its values, use splitkit.apply.",
             )
-        return CheckpointPolicy.MUST_SAVE if position in self.context.saved else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if position in self.saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def checkpoint_context(
@@ -436,23 +430,18 @@ def is_transformers_layer(module: nn.Module) -> bool:
     return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
 
 
-@dataclass
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the ops that run, with the keys of their results."""
 
-    layer: nn.Module
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    ops: list[RecordedOp] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[RecordedOp] = []
         self._keys: dict[int, Hashable] = {}
         self._alive: list[Tensor] = []  # so that no id is used again
         self._storages: dict[Any, int] = {}
-        for name, tensor in (*self.layer.named_parameters(), *self.layer.named_buffers()):
+        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
             self._name(tensor, ("state", name), outside=True)
-        for i, leaf in enumerate(pytree.tree_leaves((self.args, dict(self.kwargs)))):
+        for i, leaf in enumerate(pytree.tree_leaves((args, dict(kwargs)))):
             if isinstance(leaf, Tensor):
                 self._name(leaf, ("input", i), outside=True)
 
@@ -482,9 +471,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storage(tensor, outside)
 
     def _storage(self, tensor: Tensor, outside: bool = False) -> int:
-        if tensor.layout is not torch.strided:
-            return len(self._storages) + 1
         number = len(self._storages) + 1
+        if tensor.layout is not torch.strided:
+            return number
         return self._storages.setdefault(tensor.untyped_storage()._cdata, -number if outside else number)
 
     def _key(self, value: Any) -> Hashable:
@@ -522,7 +511,8 @@ def keys_of(
     """
     leaves = pytree.tree_leaves(list(args), is_leaf=lambda value: not isinstance(value, list | tuple))
     given = [key(value) for value in leaves]
-    terms = (_out_of_place(func), len(args), *given, *((n, _deep(v, key)) for n, v in sorted(kwargs.items())))
+    named = ((n, tuple(map(key, v)) if isinstance(v, list | tuple) else key(v)) for n, v in sorted(kwargs.items()))
+    terms = (_out_of_place(func), len(args), *given, *named)
     own = sha256(repr(terms).encode()).hexdigest()  # of fixed size: terms of terms double with each residual branch
     if func is torch.ops.aten.native_dropout.default:
         return own, (DROPOUT, given[0])
@@ -541,10 +531,6 @@ def _out_of_place(func: Any) -> Any:
     name, _, overload = str(func).removeprefix("aten.").partition(".")
     packet = getattr(torch.ops.aten, name[:-1], None) if name.endswith("_") and not name.startswith("_") else None
     return getattr(packet, overload, func) if isinstance(packet, OpOverloadPacket) else func
-
-
-def _deep(value: Any, key: Callable[[Any], Hashable]) -> Hashable:
-    return tuple(map(key, value)) if isinstance(value, list | tuple) else key(value)
 
 
 def item_key(key: Hashable, position: int) -> Hashable:

@@ -130,10 +130,7 @@ class GenerateCalls:
             raise not_a_decoder(self.model, "its language model reads tokens, and images in another way")
         named = inspect.signature(self.model.get_decoder().forward).parameters.values()
         names = [p.name for p in named if p.kind is not p.VAR_KEYWORD and not p.name.startswith("output_")]
-        more = [
-            name for name in names if name not in (*step, *_OF_ANY_MODEL, *ARGUMENTS, "position_ids", "attention_mask")
-        ]
-        if more:
+        if more := [name for name in names if name not in (*step, *_OF_ANY_MODEL, *ARGUMENTS)]:
             raise not_a_decoder(self.model, f"with images, its language model also reads {listed(more, 3)}")
 
     def _run(

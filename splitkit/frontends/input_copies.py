@@ -17,13 +17,8 @@ from splitkit.graph.storages import byte_range, overlapping, storage_key
 
 def copy_inputs(inputs: Any) -> Any:
     """Copy the tensors among inputs; repeated tensors stay repeated, and views of one memory stay views."""
-    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    distinct = {id(leaf): leaf for leaf in leaves}
-    memory: dict[object, list[Tensor]] = {}
-    for leaf in distinct.values():
-        memory.setdefault(_memory_key(leaf), []).append(leaf)
     copies: dict[int, Tensor] = {}
-    for sharing in memory.values():
+    for sharing in _by_memory(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)):
         alone = len(sharing) == 1
         copies |= {id(t): _copy(t) for t in sharing} if alone else _copies_of_one_memory(sharing)
     return pytree.tree_map_only(Tensor, lambda t: copies[id(t)], inputs)
@@ -43,12 +38,8 @@ class Copy(NamedTuple):
 
 def copies_with_leaves(tensors: Iterable[Tensor]) -> dict[int, Copy]:
     """Return ``id`` of a tensor -> its copy; copies share memory where the tensors overlap."""
-    distinct = {id(t): t for t in tensors}
-    memory: dict[object, list[Tensor]] = {}
-    for tensor in distinct.values():
-        memory.setdefault(_memory_key(tensor), []).append(tensor)
     copies: dict[int, Copy] = {}
-    groups = (overlapping(sharing) if len(sharing) > 1 else [sharing] for sharing in memory.values())
+    groups = (overlapping(sharing) if len(sharing) > 1 else [sharing] for sharing in _by_memory(tensors))
     for group in chain.from_iterable(groups):
         if len(group) == 1:
             tensor = group[0]
@@ -85,9 +76,12 @@ def has_plain_memory(tensor: Tensor) -> bool:
     return plain and not (isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.is_mkldnn)
 
 
-def _memory_key(tensor: Tensor) -> object:
-    """Return a key that tensors of one storage share; a tensor without plain memory has a key of its own."""
-    return storage_key(tensor) if has_plain_memory(tensor) else id(tensor)
+def _by_memory(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Group tensors, each once, by their storage; a tensor without plain memory is a group of its own."""
+    groups: dict[object, list[Tensor]] = {}
+    for tensor in {id(t): t for t in tensors}.values():
+        groups.setdefault(storage_key(tensor) if has_plain_memory(tensor) else id(tensor), []).append(tensor)
+    return groups.values()
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -54,7 +54,7 @@ from splitkit.frontends.sharded_step import (
 from splitkit.graph.joint_marks import mark_of
 from splitkit.graph.losses import GIVE, no_loss
 from splitkit.graph.shards import local_tensor, sharded_as
-from splitkit.graph.storages import mark_repeated_inputs, storage_key
+from splitkit.graph.storages import mark_repeated_inputs, parameters_and_buffers, storage_key
 from splitkit.plans.policy import PolicyLike
 from splitkit.short_repr import brief
 from splitkit.training.flow import JointFlow
@@ -581,7 +581,9 @@ class TrainingStep(nn.Module):
 
     def names(self) -> dict[str, str]:
         """Return each name of a parameter or buffer in the step -> its first name in the model."""
-        return {**_first_names(self.named_parameters), **_first_names(self.named_buffers)}
+        first: dict[int, str] = {}
+        held = parameters_and_buffers(self)
+        return {name: first.setdefault(id(t), name.removeprefix(f"{_WRAPPED}.")) for name, t in held.items()}
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss of the model on these inputs."""
@@ -597,15 +599,6 @@ def sum_of_outputs(output: Any) -> Tensor | None:
     values = [v for v in pytree.tree_leaves(output) if isinstance(v, Tensor) and v.requires_grad]
     sums = [(torch.view_as_real(v) if v.is_complex() else v).float().sum() for v in values]
     return torch.stack(sums).sum() if sums else None
-
-
-def _first_names(named: Callable[..., Iterable[tuple[str, Tensor]]]) -> dict[str, str]:
-    """Return each name in the step -> the first name of the tensor in the model."""
-    first: dict[int, str] = {}
-    return {
-        name: first.setdefault(id(tensor), name.removeprefix(f"{_WRAPPED}."))
-        for name, tensor in named(remove_duplicate=False)
-    }
 
 
 def name_modules(graph: fx.Graph) -> None:

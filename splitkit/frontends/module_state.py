@@ -63,14 +63,9 @@ def made_by_hooks(owner: nn.Module) -> set[str]:
     return {hook.name for hook in hooks if isinstance(hook, SpectralNorm | WeightNorm)}
 
 
-def is_uninitialised(model: nn.Module) -> bool:
-    """Return whether a module in the model is lazy and was never called."""
-    return any(map(_is_uninitialised, model.modules()))
-
-
 def _is_uninitialised(module: nn.Module) -> bool:
-    tensors = (t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None)
-    return not isinstance(module, torch.jit.ScriptModule) and any(map(is_lazy, tensors))
+    """Return whether a module is lazy and was never called."""
+    return any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False))))
 
 
 @contextmanager

@@ -75,9 +75,8 @@ def outputs_opened(model: nn.Module) -> Iterator[None]:
 
 def register_caches_among(inputs: Any) -> None:
     """Register the class of every cache of transformers among inputs, so that a graph takes its tensors as inputs."""
-    for leaf in pytree.tree_leaves(inputs):
-        if is_cache(leaf):
-            register_classes_of(leaf)
+    for leaf in filter(is_cache, pytree.tree_leaves(inputs)):
+        register_classes_of(leaf)
 
 
 def is_cache(value: object) -> bool:

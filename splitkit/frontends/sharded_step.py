@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -25,6 +24,7 @@ from torch import Tensor, fx, nn
 from torch.fx import traceback
 
 from splitkit._torch import name_group, pytree, ranks_of_group, rename
+from splitkit.engine.codegen.emit import numbered_names
 from splitkit.errors import CaptureError
 from splitkit.graph.losses import loss_of
 from splitkit.graph.shards import collective_group, full_tensor, is_sharded, local_tensor, mesh_groups, sharded_as
@@ -153,15 +153,12 @@ class ShardedStep(nn.Module):
 
 def _names_on_any_rank(graph: fx.Graph) -> dict[fx.Node, str]:
     """Return node -> its name numbered anew: each rank takes another piece of a split, and torch drops the rest."""
-    nodes = [node for node in graph.nodes if node.op == "call_function"]
-    own = set(nodes)
-    taken, count, found = {n.name for n in graph.nodes if n not in own}, Counter[str](), dict[fx.Node, str]()
-    for node in nodes:
+    taken = {node.name for node in graph.nodes if node.op != "call_function"}
+    names, found = dict[str, Iterator[str]](), dict[fx.Node, str]()
+    for node in (n for n in graph.nodes if n.op == "call_function"):
         stem = re.sub(r"_\d+$", "", node.name)
-        while (name := f"{stem}_{count[stem]}" if count[stem] else stem) in taken:
-            count[stem] += 1
-        taken.add(name)
-        found[node] = name
+        found[node] = next(n for n in names.setdefault(stem, numbered_names(stem)) if n not in taken)
+        taken.add(found[node])
     return found
 
 

@@ -6,8 +6,8 @@ import builtins
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr
 from functools import partial
 from io import StringIO
 from typing import Any, cast
@@ -33,56 +33,53 @@ class _Unlisted(set[Any]):
         return iter(())
 
 
-@contextmanager
-def without_logging() -> Iterator[None]:
+def without_logging() -> AbstractContextManager[None]:
     """Let Dynamo skip calls that log, warn or print, at which it would otherwise break the graph.
 
     ``logger.isEnabledFor`` is skipped too, since it guards logging.
     """
     config: Any = torch._dynamo.config
     name = next(name for name in _IGNORE_SETTINGS if hasattr(config, name))
-    with config.patch({name: _Unlisted({*getattr(config, name), *_logging_functions()})}):
-        yield
+    ignored = _Unlisted({*getattr(config, name), *_logging_functions()})
+    return cast(AbstractContextManager[None], config.patch({name: ignored}))
 
 
-@contextmanager
-def with_gradients_on_meta() -> Iterator[None]:
+def with_gradients_on_meta() -> AbstractContextManager[None]:
     """Let autograd see what ``nll_loss``, ``where`` and other composite ops call on ``meta``.
 
     Torch's Python dispatcher runs their shape functions there, which have no backward: the gradients of a cross entropy
     would be missing from the graph, and torch only warns.
     """
-    key, found = DispatchKey.AutogradMeta, list[Any]()
+    kernels: dict[Any, Callable[..., Any]] = {}
     for op in cast(Any, global_decomposition_table["post_autograd"]):
-        kernels = getattr(op, "py_kernels", {})  # 2.11, 2.13, 2.15
-        if DispatchKey.Meta in kernels and key not in kernels and _torch.is_composite(op):
-            op.py_impl(key)(op.decompose)
-            found.append(op)
-    try:
-        yield
-    finally:
-        for op in found:
-            del op.py_kernels[key]
-            op._dispatch_cache.clear()
+        known = getattr(op, "py_kernels", {})  # 2.11, 2.13, 2.15
+        if DispatchKey.Meta in known and DispatchKey.AutogradMeta not in known and _torch.is_composite(op):
+            kernels[op] = op.decompose
+    return _with_kernels_on_meta(kernels)
 
 
-@contextmanager
-def with_attention_on_meta() -> Iterator[None]:
+def with_attention_on_meta() -> AbstractContextManager[None]:
     """Let attention on ``meta`` have the results of the CPU's kernels, with strides as on GPUs.
 
     Torch takes its ops one by one there, and what a model does next copies their result: a graph from ``meta`` had two
     nodes, and the bytes of a copy, more than one from the CPU.
     """
-    op, key = torch.ops.aten.scaled_dot_product_attention.default, DispatchKey.AutogradMeta
-    if key in op.py_kernels:  # one capture within another
-        yield
-        return
-    op.py_impl(key)(partial(attention, CPU, _one_by_one))
+    op = torch.ops.aten.scaled_dot_product_attention.default
+    again = DispatchKey.AutogradMeta in op.py_kernels  # one capture within another
+    return _with_kernels_on_meta({} if again else {op: partial(attention, CPU, _one_by_one)})
+
+
+@contextmanager
+def _with_kernels_on_meta(kernels: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    key = DispatchKey.AutogradMeta
+    for op, kernel in kernels.items():
+        op.py_impl(key)(kernel)
     try:
         yield
     finally:
-        del op.py_kernels[key]  # 2.11, 2.13, 2.15
-        op._dispatch_cache.clear()
+        for op in kernels:
+            del op.py_kernels[key]  # 2.11, 2.13, 2.15
+            op._dispatch_cache.clear()
 
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, **options: Any) -> Tensor:
@@ -129,22 +126,24 @@ def _is_no_meta_error(record: logging.LogRecord) -> bool:
 def _logging_functions() -> Iterator[Callable[..., Any]]:
     """Yield all functions that log, also methods that libraries added to loggers (``warning_once``)."""
     yield from (builtins.print, warnings.warn)
-    stack: list[type] = [logging.Logger]
-    while stack:
-        kind = stack.pop()
-        stack += kind.__subclasses__()
+    for kind in (logging.Logger, *subclasses_of(logging.Logger)):
         for name, value in vars(kind).items():
             if name.startswith(_LOG_METHODS) and callable(value):
                 yield value
 
 
-@contextmanager
-def as_in_export() -> Iterator[None]:
+def subclasses_of(kind: Any) -> Iterator[Any]:
+    """Yield the subclasses of a class, and theirs."""
+    for below in kind.__subclasses__():
+        yield below
+        yield from subclasses_of(below)
+
+
+def as_in_export() -> AbstractContextManager[None]:
     """Let models take the branches that they take in ``torch.export``, outside of it (2.11, 2.13, 2.15)."""
     from torch._export.utils import _compiling_state_context
 
-    with _compiling_state_context():
-        yield
+    return _compiling_state_context()
 
 
 @contextmanager

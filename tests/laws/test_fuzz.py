@@ -123,7 +123,7 @@ BUGS = [
         "splitkit.engine.complete", "check_plan", "if len(keys) > 1:", "if len(keys) > 9:", 15,
     ),
     Bug("parts run in the parent's region", EMIT, "_Parent._call", "self._scoped.move_to(NEUTRAL)", "pass"),
-    Bug("a part leaves its region open", EMIT, "_write_scoped", "scoped.finish(NEUTRAL)", "pass", 8),
+    Bug("a part leaves its region open", EMIT, "_write_scoped", "scoped.move_to(NEUTRAL)", "pass", 8),
     Bug(
         "settings are not set back",
         SCOPED, "ScopedGraph._write", "self._settings[name] != value:", "self._settings[name] != value is not CALLERS:",

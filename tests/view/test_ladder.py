@@ -13,7 +13,7 @@ from steeredpages import GPT2, SMALL, priced
 import splitkit as sk
 from splitkit.pipeline.memory import memory_over_time
 from splitkit.plans.parts import Part
-from splitkit.view.data.ladder import COLUMNS, LadderView, _figure
+from splitkit.view.data.ladder import COLUMNS, LadderView, _columns
 from splitkit.view.page import page
 
 NAMESPACE = r"http:\/\/www.w3.org/2000/svg"  # a name that every SVG has, which nothing fetches
@@ -35,16 +35,16 @@ def ladder(request):
 def test_the_shipped_stages_and_every_stretch_are_those_of_stage_costs(ladder):
     data, flow, count = ladder.to_dict(), ladder.flow, len(ladder.rows)
     stages = sk.stage_costs(flow, ladder.plan, ladder.costs)
-    assert data["stages"] == {c: [_figure(s, c) for s in stages] for c in COLUMNS}  # to the last digit
+    assert data["stages"] == _columns(stages)  # to the last digit
     for borders in ([0, 1, count], [0, 2, count // 2, count - 1, count]):
         part = {n: sum(row >= b for b in borders[1:-1]) for n, row in ladder.rows.of.items()}
         moved = sk.stage_costs(flow, sk.plan(flow.root, lambda n, part=part: part.get(n, 0)), ladder.costs)
         for k, (a, b) in enumerate(pairwise(borders)):
             at = a * count - a * (a - 1) // 2 + (b - a - 1)  # as the page looks it up
             for column in ("saved", "temporary", "fixed"):
-                assert data["stretches"][column][at] == _figure(moved[k], column), column
+                assert data["stretches"][column][at] == _columns(moved)[column][k], column
             for column in ("forward", "backward"):
-                assert sum(data["times"][column][a:b]) == pytest.approx(_figure(moved[k], column), rel=1e-12), column
+                assert sum(data["times"][column][a:b]) == pytest.approx(_columns(moved)[column][k], rel=1e-12), column
             assert data["down"][b] == moved[k].activation_bytes and data["up"][a] == moved[k].input_gradient_bytes
 
 
@@ -87,7 +87,7 @@ def test_two_plans_share_their_rows(ladder):
     data, flow = both.to_dict(), ladder.flow
     assert data["stages"] == ladder.to_dict()["stages"] and len(both.rows) >= len(ladder.rows)
     stages = sk.stage_costs(flow, other, ladder.costs)
-    assert data["beside"][0]["stages"] == {c: [_figure(s, c) for s in stages] for c in COLUMNS}
+    assert data["beside"][0]["stages"] == _columns(stages)
     for node, row in both.rows.of.items():
         if node in ladder.plan.places:
             assert data["rows"][row]["part"] == ladder.plan.home(node) and data["beside"][0]["rows"][row] == other.home(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from torch import fx
+import torch
+from torch import fx, nn
 from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +24,7 @@ from splitkit.graph.ambient import SETTINGS, Setting
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.ops.functions import may_change_modes
 from splitkit.graph.scope import CALLERS, NEUTRAL, Scope, region_attributes, region_kind
+from splitkit.graph.storages import Lookup, parameters_and_buffers
 from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.record import Plan
 
@@ -41,6 +44,20 @@ class Emitted:
     parts: Mapping[PartKey, fx.GraphModule]
     attributes: Mapping[str, Mapping[str, str]]
     copies: Mapping[PartKey, Mapping[Node, Node]]
+
+    def qualified_names(self) -> dict[str, str]:
+        """Return the name of every parameter and buffer of the parent -> its original name."""
+        names: dict[str, str] = {}
+        for part, attributes in self.attributes.items():
+            find = Lookup(self.module.get_submodule(part))
+            prefix = f"{part}." if part else ""
+            for name, original in attributes.items():
+                value = find(name)
+                if isinstance(value, nn.Module):  # a called module, or the body of a higher-order op
+                    names |= {f"{prefix}{name}.{n}": f"{original}.{n}" for n in parameters_and_buffers(value)}
+                elif isinstance(value, torch.Tensor):
+                    names[f"{prefix}{name}"] = original
+        return names
 
 
 def emit(
@@ -145,15 +162,13 @@ def _write_scoped(
     """Write the nodes in their scopes; return the names of the attributes that regions need."""
     for node in read:
         copy(node)
-    scopes, scope = flow.scope, NEUTRAL
     for node in computed:
-        if scopes[node] is not scope and node.op != "get_attr":
-            scope = scopes[node]
-            scoped.move_to(scope)
+        if node.op != "get_attr":
+            scoped.move_to(flow.scope[node])
         copy(node)
         if may_change_modes(node, flow.effects[node]):
             scoped.opaque_ran()
-    scoped.finish(NEUTRAL)
+    scoped.move_to(NEUTRAL)
     if any(flow.effects[node].ambient for node in computed):
         restore_modes_on_error(scoped.graph)
     return scoped.attributes
@@ -207,7 +222,7 @@ class _Parent:
             if isinstance(step, Subgraph):
                 self._call(step)
             elif step.op == "output":
-                self._scoped.finish(self._final)
+                self._scoped.move_to(self._final)
                 self._copy(step)
             elif step in in_time:
                 self._copy(step)
@@ -304,10 +319,6 @@ class ScopedGraph:
         self._write(want)
         self._scope = want
 
-    def finish(self, final: Scope) -> None:
-        """Leave the ambient state as ``final``."""
-        self.move_to(final)
-
     def opaque_ran(self) -> None:
         """Take the settings that opaque code, which has just run, has left as the caller's from here on."""
         set_here = [setting for name, setting in SETTINGS.items() if self._settings[name] is not CALLERS]
@@ -339,8 +350,7 @@ class ScopedGraph:
 
     def _written(self, setting: Setting, value: Any) -> Node:
         if value is not CALLERS:
-            target, args, kwargs = setting.write(value)
-            return self.graph.call_function(target, args, kwargs) if kwargs else self._writer.call(target, args)
+            return self._writer.call(*setting.write(value))
         return self._writer.call(setting.set, (self._asked(setting),))
 
     def _asked(self, setting: Setting) -> Node:
@@ -394,9 +404,8 @@ def module_names(keys: Iterable[PartKey], taken: Container[str], style: Style) -
     for key in keys:
         atoms = key if isinstance(key, tuple) else (key,)
         stem = "_".join(["submod", *([_word(style.affix)] if style.affix else []), *(_word(a) for a in atoms)])
-        name = stem if stem not in taken and stem not in used else unique_name(stem, {*used}, taken)
-        names[key] = name
-        used.add(name)
+        names[key] = unique_name(stem, used, taken)
+        used.add(names[key])
     return names
 
 
@@ -405,18 +414,20 @@ def flat_names(targets: Iterable[str]) -> dict[str, str]:
     flat: dict[str, str] = {}
     taken: set[str] = set()
     for target in dict.fromkeys(targets):
-        name = target.replace(".", "_")
-        flat[target] = name if name not in taken else unique_name(name, taken)
+        flat[target] = unique_name(target.replace(".", "_"), taken)
         taken.add(flat[target])
     return flat
 
 
 def unique_name(stem: str, *taken: Container[str]) -> str:
-    """Return the first of ``stem_1``, ``stem_2`` ... that is in none of ``taken``."""
-    number = 1
-    while any(f"{stem}_{number}" in names for names in taken):
-        number += 1
-    return f"{stem}_{number}"
+    """Return the first of `numbered_names` that is in none of ``taken``."""
+    return next(name for name in numbered_names(stem) if not any(name in known for known in taken))
+
+
+def numbered_names(stem: str) -> Iterator[str]:
+    """Yield ``stem``, ``stem_1``, ``stem_2`` ..."""
+    yield stem
+    yield from (f"{stem}_{number}" for number in itertools.count(1))
 
 
 def _word(atom: object) -> str:

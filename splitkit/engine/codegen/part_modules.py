@@ -359,15 +359,13 @@ def graph_of_data(data: GraphData) -> fx.Graph:
     graph, found = LeanGraph(), dict[str, Node]()
     writer = Writer(graph)
     for op, target, args, kwargs, name, kind in data.nodes:
-        args, kwargs = map_aggregate((args, kwargs), lambda value: _read(value, found))
-        found[name] = writer.node(op, target, args, dict(kwargs), name)
+        args, kwargs = map_aggregate(
+            (args, kwargs), lambda value: found[value.name] if isinstance(value, _Read) else value
+        )
+        found[name] = writer.append(op, target, args, name, kwargs)
         found[name].type = kind
     graph.set_codegen(data.codegen)
     return graph
-
-
-def _read(value: Any, found: Mapping[str, Node]) -> Any:
-    return found[value.name] if isinstance(value, _Read) else value
 
 
 def _told(node: Node, value: Any) -> Any:
@@ -423,7 +421,8 @@ def build_module(
         lazy: generate the code when it is first needed, instead of now.
         is_part: whether it is a part, which a parent calls, so that calls should be fast.
     """
-    module = bare_module(_class_of(lazy, is_part), graph, name, original.training)
+    eager, late = (EagerPart, LazyPart) if is_part else (EagerParent, LazyParent)
+    module = bare_module(late if lazy else eager, graph, name, original.training)
     # after `recompile`, which would also recompile the graph modules among the attributes
     installer = _Installer(module, original)
     for own, source in attributes.items():
@@ -455,12 +454,6 @@ def _owner(name: str, whole: Collection[str]) -> str | None:
     atoms = name.split(".")
     owners = (".".join(atoms[:end]) for end in range(1, len(atoms))) if whole else ()
     return next((owner for owner in owners if owner in whole), None)
-
-
-def _class_of(lazy: bool, is_part: bool) -> type[fx.GraphModule]:
-    if is_part:
-        return LazyPart if lazy else EagerPart
-    return LazyParent if lazy else EagerParent
 
 
 def add_parts(module: fx.GraphModule, parts: Mapping[str, fx.GraphModule]) -> None:

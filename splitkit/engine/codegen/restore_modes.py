@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -56,16 +56,14 @@ def restore_modes_on_error(graph: fx.Graph, always: bool = False) -> None:
         graph: the graph; the caller recompiles its module.
         always: restore the grad mode even if only the parts that the graph calls set it.
     """
+
+    def restoring(before: Callable[[Body], Body] | None) -> Callable[[Body], Body]:
+        if isinstance(before, _Restoring):
+            return replace(before, always=always or before.always)
+        return _Restoring(before, always)
+
     if always or any(is_state_op(node) or node.target in _torch.OPEN_VMAP for node in graph.nodes):
-        graph.on_generate_code(_with_always if always else _with)
-
-
-def _with(before: Callable[[Body], Body] | None) -> Callable[[Body], Body]:
-    return before if isinstance(before, _Restoring) else _Restoring(before, False)
-
-
-def _with_always(before: Callable[[Body], Body] | None) -> Callable[[Body], Body]:
-    return _Restoring(before.before if isinstance(before, _Restoring) else before, True)
+        graph.on_generate_code(restoring)
 
 
 @dataclass(frozen=True)

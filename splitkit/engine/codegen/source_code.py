@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import EllipsisType, NoneType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
@@ -217,13 +217,12 @@ class _Source:
         return name
 
 
-class _Call:
+class _Call(NamedTuple):
     """How to print a target: its name, or the template of an operator or of an in-place operator."""
 
-    __slots__ = ("name", "operator", "written")
-
-    def __init__(self, name: str, operator: str = "", written: str = "") -> None:
-        self.name, self.operator, self.written = name, operator, written
+    name: str
+    operator: str = ""
+    written: str = ""
 
 
 def _dotted(base: str, target: str) -> str:

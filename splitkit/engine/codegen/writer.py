@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -50,7 +51,6 @@ class Writer:
         self._keep_names = keep_names
         # id of a target -> the name that fx gives; targets live as long as the graph that is copied
         self._bases: dict[int, str] = {} if bases is None else bases
-        self._rows: Rows = {}
 
     def copy(self, node: Node, value: Callable[[Node], Any], target: Any = None, name: str | None = None) -> Node:
         """Append a copy of ``node`` that reads ``value(n)`` where ``node`` reads ``n``."""
@@ -60,26 +60,23 @@ class Writer:
             kwargs = _map_arg(kwargs, value)
         op = node.op
         if self._keep_names:
-            copied = self._append(self.graph, op, target, args, kwargs, name or node.name, node.type, _kept, self._rows)
+            copied = self._append(self.graph, op, target, args, kwargs, name or node.name, node.type, _kept)
         else:
             base = name or self._bases.get(id(target)) or self._base_of(target)
-            naming = _numbered if op == "call_function" or op == "call_method" else _numbered_once
-            copied = self._append(self.graph, op, target, args, kwargs, base, node.type, naming, self._rows)
+            copied = self._append(self.graph, op, target, args, kwargs, base, node.type, _numbered)
         copied.meta.update(node.meta)
         return copied
 
-    def append(self, op: str, target: Any, args: tuple[Any, ...], name: str, type_expr: Any = None) -> Node:
+    def append(
+        self, op: str, target: Any, args: tuple[Any, ...], name: str, kwargs: Mapping[str, Any] = MappingProxyType({})
+    ) -> Node:
         """Append a node; its name gets a number if another has it."""
-        return self._append(self.graph, op, target, args, {}, name, type_expr, self._name, self._rows)
+        return self._append(self.graph, op, target, args, dict(kwargs), name, None, self._name)
 
-    def node(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Node:
-        """Append a node with the name that it has in another graph."""
-        return self._append(self.graph, op, target, args, kwargs, name, None, _kept, self._rows)
-
-    def call(self, target: Any, args: tuple[Any, ...]) -> Node:
+    def call(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})) -> Node:
         """Append a call of a function; the node is named after the function."""
         name = self._bases.get(id(target)) or self._base_of(target)
-        return self._append(self.graph, "call_function", target, args, {}, name, None, _numbered, self._rows)
+        return self._append(self.graph, "call_function", target, args, dict(kwargs), name, None, _numbered)
 
     def placeholder(self, name: str, type_expr: Any = None) -> Node:
         """Append an input. The parameter of ``forward`` has the node's name, or two inputs could be confused."""
@@ -90,7 +87,7 @@ class Writer:
             name = _given(space, name)
         else:
             name = _created(space, self.graph._target_to_str(name))  # in snake case
-        return self._append(self.graph, "placeholder", name, (), {}, name, type_expr, _final, self._rows)
+        return self._append(self.graph, "placeholder", name, (), {}, name, type_expr, _final)
 
     def _base_of(self, target: Any) -> str:
         if isinstance(target, str) and _is_snake(target):
@@ -106,21 +103,12 @@ def _is_snake(name: str) -> bool:
 
 
 _ILLEGAL = re.compile("[^0-9a-zA-Z_]+")  # what fx replaces in names
-Rows = dict[int | str, dict[Node, None]]  # by the id of a function that is called, else by op
 Naming = Callable[[Any, str], str]
 """(namespace of a graph, requested name) -> a name that is new to the graph."""
 
 
 def _append(
-    graph: fx.Graph,
-    op: str,
-    target: Any,
-    args: Any,
-    kwargs: Any,
-    name: str,
-    type_expr: Any,
-    naming: Naming,
-    rows: Rows | None = None,
+    graph: fx.Graph, op: str, target: Any, args: Any, kwargs: Any, name: str, type_expr: Any, naming: Naming
 ) -> Node:
     """Do what ``graph.create_node`` does, without its search for symbols."""
     space: Any = graph._graph_namespace
@@ -132,33 +120,14 @@ def _append(
     node._update_args_kwargs(args, kwargs)
     space._obj_to_name[node] = name
     graph._root._prepend(node)
-    _row(graph, op, target, rows)[node] = None
+    table: Any = graph._find_nodes_lookup_table.table
+    table[op, target if op == "call_function" else None][node] = None
     graph._len += 1
     return node
 
 
-def _row(graph: fx.Graph, op: str, target: Any, rows: Rows | None) -> dict[Node, None]:
-    """Return the table entry behind ``find_nodes(op, target)``, cached by id because hashing an operator takes 1 us."""
-    table: Any = graph._find_nodes_lookup_table.table
-    key = id(target) if op == "call_function" else op
-    if rows is None or key not in rows:
-        row: dict[Node, None] = table[op, target if op == "call_function" else None]
-        if rows is None:
-            return row
-        rows[key] = row
-    return rows[key]
-
-
 def _append_publicly(
-    graph: fx.Graph,
-    op: str,
-    target: Any,
-    args: Any,
-    kwargs: Any,
-    name: str,
-    type_expr: Any,
-    naming: Naming,
-    rows: Rows | None = None,
+    graph: fx.Graph, op: str, target: Any, args: Any, kwargs: Any, name: str, type_expr: Any, naming: Naming
 ) -> Node:
     # `create_node` asks for a name again: one that was given by `_final` must be free for it, or it would get a number.
     if naming is _final:
@@ -206,14 +175,7 @@ def _given(space: Any, name: str) -> str:
 
 
 def _numbered(space: Any, base: str) -> str:
-    """Return ``space.create_name(base)`` for the name of a function or method."""
-    # fx takes a number off the end of a wish, replaces what no name may have, and avoids keywords and builtins, by
-    # regular expressions. A base that comes out of that as it went in needs them once a process, not once a node.
-    return _count(space, base) if _is_plain(base) else _created(space, base)
-
-
-def _numbered_once(space: Any, base: str) -> str:
-    """Return the same as `_numbered` without its cache, for numerous names such as those of attributes."""
+    """Return ``space.create_name(base)``; fx finds out by regular expressions what it need not change in a name."""
     if not base.isidentifier() or not base.isascii() or base in _fx_graph._illegal_names:
         return _created(space, base)
     return _given(space, base) if base[-1].isdigit() else _count(space, base)
@@ -227,12 +189,6 @@ def _count(space: Any, base: str) -> str:
     space._base_count[base] = number
     used.add(name)
     return name
-
-
-@cache
-def _is_plain(name: str) -> bool:
-    """Whether a name is legal and does not end with a number."""
-    return fx.Graph()._graph_namespace.create_name(name, None) == name and not re.search(r"_\d+$", name)
 
 
 @cache
@@ -259,9 +215,8 @@ def _write_sample(graph: fx.Graph, append: Callable[..., Node]) -> None:
     last = append(graph, "call_method", "sum", (items[2],), {}, "sum_1", None, _created)
     for name in ("item_7", "sum_1", "y", "x_2_3"):
         last = append(graph, "call_method", "sum", (last,), {}, name, None, _given)
-    for naming in (_numbered, _numbered_once):
-        for name in ("sum", "item", "item_9", "x", "item", "y", "x_2", "x_2_3", "x1", "x_0_07", "_5", "len"):
-            last = append(graph, "call_method", "view", (last, [items[0], slice(None, last)]), {}, name, None, naming)
+    for name in ("sum", "item", "item_9", "x", "item", "y", "x_2", "x_2_3", "x1", "x_0_07", "_5", "len"):
+        last = append(graph, "call_method", "view", (last, [items[0], slice(None, last)]), {}, name, None, _numbered)
     graph.output(graph.call_function(torch.relu, (last,)))
     graph.erase_node(graph.call_function(torch.relu, (x,)))
     graph.lint()

@@ -40,6 +40,8 @@ from torch.utils.checkpoint import CheckpointFunction
 from splitkit._torch import pytree
 from splitkit.errors import CaptureError
 from splitkit.frontends.capture.capture_errors import ReentrantCheckpoint, lost_hook_error, user_line
+from splitkit.frontends.capture.first_call import closure_value
+from splitkit.frontends.trace_settings import subclasses_of
 from splitkit.graph.ops import op_tables
 from splitkit.graph.ops.facts import Described, Effects, unknown_effects
 from splitkit.graph.storages import storage_key
@@ -326,18 +328,11 @@ def apply_replaced(apply: Callable[..., Any]) -> Iterator[None]:
         if isinstance(original, classmethod):
             patches.enter_context(patch.object(_BASE, "apply", classmethod(of_base)))
         else:
-            for function in _all_under(Function):
+            for function in subclasses_of(Function):
                 if isinstance(forward := vars(function).get("forward"), staticmethod):
                     seen = staticmethod(of_forward(function, forward.__func__))
                     patches.enter_context(patch.object(function, "forward", seen))
         yield
-
-
-def _all_under(cls: Any) -> Iterator[Any]:
-    below: Any
-    for below in cls.__subclasses__():
-        yield below
-        yield from _all_under(below)
 
 
 # ---------------------------------------------------------------- refusals
@@ -388,13 +383,6 @@ def _holds_tensors(value: Any, depth: int = 0) -> bool:
     if isinstance(value, dict):
         return _holds_tensors(list(value.values()), depth + 1)
     # a function may hold tensors in its closure, an object in its attributes
-    held = [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if _is_filled(cell)]
+    held = list(map(closure_value, getattr(value, "__closure__", None) or ()))
     held += [getattr(value, "__self__", None), *getattr(value, "__dict__", {}).values()]
     return any(_holds_tensors(v, depth + 1) for v in held)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False

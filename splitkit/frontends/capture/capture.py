@@ -10,7 +10,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from io import StringIO
 from types import SimpleNamespace
 from typing import Any
@@ -513,19 +512,8 @@ Size = int | str | None
 """The size of a dimension: fixed, the name of a symbol, or ``None`` where only torch's own check knows."""
 
 
-@dataclass(frozen=True)
-class ExpectedInput:
-    """The shape or value that an input must have.
-
-    Attributes:
-        shape: sizes of a tensor; ``None`` if the input is not a tensor.
-        value: number or string that was fixed at capture.
-        is_value: whether a value was fixed.
-    """
-
-    shape: tuple[Size, ...] | None = None
-    value: object = None
-    is_value: bool = False
+Expected = tuple[Size, ...] | float | str | None
+"""What an input must be: a tensor of these sizes, or the number or string that was fixed at capture; else ``None``."""
 
 
 class InputCheck:
@@ -541,7 +529,9 @@ class InputCheck:
         self.ranges: Any = dict(getattr(gm, "range_constraints", None) or {})
         self.limits = _limits(self.ranges)
         self.wanted = [_expected(node) for node in inputs]
-        self.is_whole = all(map(_is_whole, inputs))
+        # whether `wanted` covers every check of the inputs
+        open_sizes = any(isinstance(wanted, tuple) and None in wanted for wanted in self.wanted)
+        self.is_whole = not open_sizes and not any(isinstance(n.meta.get("val"), torch.SymInt) for n in inputs)
 
     def watch(self, gm: fx.GraphModule) -> None:
         """Register the check on ``gm``, so that modules unpickled from it have the check too."""
@@ -579,17 +569,17 @@ class InputCheck:
                 return f"Expected input {i} {refusal}"
         return ""
 
-    def _input_refusal(self, wanted: ExpectedInput, given: Any, sizes: dict[str, Any]) -> str:
-        if wanted.is_value:
-            same = type(given) is type(wanted.value) and given == wanted.value
-            return "" if same else f"to be equal to {wanted.value}, as at capture"
-        if wanted.shape is None:
+    def _input_refusal(self, wanted: Expected, given: Any, sizes: dict[str, Any]) -> str:
+        if wanted is None:
             return ""
+        if not isinstance(wanted, tuple):
+            same = type(given) is type(wanted) and given == wanted
+            return "" if same else f"to be equal to {wanted}, as at capture"
         if not isinstance(given, torch.Tensor):
             return "to be a tensor"
-        if len(wanted.shape) != given.dim():
-            return f"to have {len(wanted.shape)} dimensions, as at capture"
-        for dim, size in enumerate(wanted.shape):
+        if len(wanted) != given.dim():
+            return f"to have {len(wanted)} dimensions, as at capture"
+        for dim, size in enumerate(wanted):
             if refusal := self._size_refusal(size, given.shape[dim], sizes):
                 return f"at shape[{dim}] {refusal}"
         return ""
@@ -615,24 +605,17 @@ def _leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any], spec: Any) -> list
     return list(fx_pytree.tree_flatten_spec((args, kwargs), spec))
 
 
-def _expected(node: fx.Node) -> ExpectedInput:
+def _expected(node: fx.Node) -> Expected:
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
-        return ExpectedInput(shape=tuple(map(_size, value.shape)))
-    return ExpectedInput(value=value, is_value=True) if isinstance(value, (int, float, str)) else ExpectedInput()
+        return tuple(map(_size, value.shape))
+    return value if isinstance(value, (int, float, str)) else None
 
 
 def _size(size: int | torch.SymInt) -> Size:
     if isinstance(size, int):
         return size
     return str(size.node.expr) if size.node.expr.is_Symbol else None
-
-
-def _is_whole(node: fx.Node) -> bool:
-    """Return whether an `ExpectedInput` covers every check of this input."""
-    value = node.meta.get("val")
-    sizes = value.shape if isinstance(value, torch.Tensor) else ()
-    return not isinstance(value, torch.SymInt) and all(_size(size) is not None for size in sizes)
 
 
 def _limits(ranges: Mapping[Any, Any]) -> dict[str, tuple[int | None, int | None]]:

@@ -6,7 +6,7 @@ import linecache
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -21,9 +21,8 @@ from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.errors import CaptureError, SplitError, listed
-from splitkit.frontends.capture.first_call import are_real, attributes_restored, call_once
-from splitkit.frontends.module_state import buffers_kept
-from splitkit.graph.storages import attribute
+from splitkit.frontends.capture.first_call import are_real, outputs_of_call
+from splitkit.graph.storages import attribute, parameters_and_buffers
 
 _TORCH = Path(torch.__file__).parent
 # splitkit.testing is left out: it has models, whose lines are shown.
@@ -285,8 +284,7 @@ def failed_run_error(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
     The model is called on copies of the inputs, and its state is restored.
     """
     try:
-        with attributes_restored(model), buffers_kept(model), torch.enable_grad():
-            call_once(model, args, kwargs)
+        outputs_of_call(model, args, kwargs)
     except CaptureError as error:  # what the model calls has said already what is wrong
         return error
     except Exception as error:
@@ -409,8 +407,7 @@ def blocks_as_nodes(flags: GradFlags) -> Iterator[None]:
         stack.enter_context(patch.object(PreDispatchTorchFunctionMode, "__torch_function__", trace))
         for kind, method, how in _WRITERS:
             stack.enter_context(patch.object(kind, method, marked(how, getattr(kind, method))))
-        stack.enter_context(patch.object(torch.inference_mode, "__enter__", _enter_inference(writer, me)))
-        stack.enter_context(patch.object(torch.inference_mode, "__exit__", _exit_inference(writer, me)))
+        stack.enter_context(patch.multiple(torch.inference_mode, **_inference_methods(me)))
         yield
 
 
@@ -444,36 +441,22 @@ _WRITERS: tuple[tuple[Any, str, str], ...] = (
 )
 
 
-def _enter_inference(writer: list[str], me: int) -> Callable[..., None]:
-    """Return an ``__enter__`` that records the grad mode of inference mode, which tracing itself does not record."""
-    original = torch.inference_mode.__enter__
+def _inference_methods(me: int) -> dict[str, Any]:
+    """Return methods of ``inference_mode`` that also set a grad mode, since tracing records no inference mode."""
+    begin, end = torch.inference_mode.__enter__, torch.inference_mode.__exit__
 
     def enter(self: Any) -> None:
-        self._splitkit_before = torch.is_grad_enabled()
-        original(self)
         if threading.get_ident() == me:
-            _set_grad(writer, "begin", not self.mode)
-
-    return enter
-
-
-def _exit_inference(writer: list[str], me: int) -> Callable[..., None]:
-    original = torch.inference_mode.__exit__
+            self._splitkit_block = torch.no_grad() if self.mode else torch.enable_grad()
+            self._splitkit_block.__enter__()
+        begin(self)
 
     def leave(self: Any, *why: Any) -> None:
-        original(self, *why)
+        end(self, *why)
         if threading.get_ident() == me:
-            _set_grad(writer, "end", self._splitkit_before)
+            self._splitkit_block.__exit__(*why)
 
-    return leave
-
-
-def _set_grad(writer: list[str], how: str, mode: bool) -> None:
-    writer.append(how)
-    try:
-        torch._C._set_grad_enabled(mode)
-    finally:
-        writer.pop()
+    return {"__enter__": enter, "__exit__": leave}
 
 
 def restore_callers_grad(graph: fx.Graph) -> None:
@@ -565,7 +548,8 @@ class GradFlags:
         """Raise if the call changes gradients where it may not; else record its line."""
         self.where = self.where or user_line()
         # A gradient is missing only where the tensor comes from a parameter that trains, or is one.
-        own = {tracer.tensor_tracker[t].proxy.node: t for t in self._own() if t in tracer.tensor_tracker}
+        held = (t for t in parameters_and_buffers(self.model).values() if t in tracer.tensor_tracker)
+        own = {tracer.tensor_tracker[t].proxy.node: t for t in held}
         if tensor not in tracer.tensor_tracker:
             return  # created in the model, from no input
         node = tracer.tensor_tracker[tensor].proxy.node
@@ -581,9 +565,6 @@ class GradFlags:
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor) and value.is_floating_point() and trained.isdisjoint(_before(node)):
                 raise self._refusal()
-
-    def _own(self) -> Iterable[torch.Tensor]:
-        return (*self.model.parameters(), *self.model.buffers())
 
     def _refusal(self) -> CaptureError:
         return CaptureError(

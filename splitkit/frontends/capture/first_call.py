@@ -88,15 +88,13 @@ def _is_changed_by_a_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mappi
     if not are_real(model, (args, kwargs)):
         return False
     # Compare identities before and after one call: a new buffer, hook or child is a change, a new value is not.
-    held, modules = [(now, copy.copy(now)) for now in _contents(model)], list(model.modules())
-    sizes = _sizes(model)
+    held, sizes = [(now, copy.copy(now)) for now in _contents(model)], _sizes(model)
     with buffers_kept(model, sizes=False):
         try:
             call_once(model, args, kwargs)
         except Exception:  # any error: that of the capture says more
             return False
-    same = len(list(model.modules())) == len(modules) and sizes == _sizes(model)
-    return not (same and all(is_same(now, before) for now, before in held))
+    return sizes != _sizes(model) or not all(is_same(now, before) for now, before in held)
 
 
 def _sizes(model: nn.Module) -> list[tuple[object, ...]]:
@@ -104,13 +102,13 @@ def _sizes(model: nn.Module) -> list[tuple[object, ...]]:
     return [(tuple(b.shape), b.dtype) for b in model.buffers() if not is_lazy(b)]
 
 
-def call_once(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Run the model on copies of the inputs, and restore the RNG states of torch, NumPy and Python."""
+def call_once(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the model's output for copies of the inputs, and restore the RNG states of torch, NumPy and Python."""
     inputs, named = copy_inputs((args, dict(kwargs)))
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():
-            model(*inputs, **named)
+            return model(*inputs, **named)
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
@@ -118,11 +116,8 @@ def call_once(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 def outputs_of_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return the model's output for copies of the inputs; its state and the RNG states are restored."""
-    found: list[Any] = []
-    noted = model.register_forward_hook(lambda module, given, output: found.append(output))
-    with noted, attributes_restored(model), buffers_kept(model), torch.enable_grad():
-        call_once(model, args, kwargs)
-    return found[-1]
+    with attributes_restored(model), buffers_kept(model), torch.enable_grad():
+        return call_once(model, args, kwargs)
 
 
 @contextmanager
@@ -232,7 +227,7 @@ def _held(value: Any) -> list[Any]:
     """Return what an object refers to, as far as code that is given the object may write to it."""
     if isinstance(value, FunctionType):
         named = [value.__globals__.get(name) for name in _global_names(value)]
-        return [*named, *map(_content, value.__closure__ or ()), *(value.__defaults__ or ())]
+        return [*named, *map(closure_value, value.__closure__ or ()), *(value.__defaults__ or ())]
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, partial):
@@ -245,7 +240,7 @@ def _held(value: Any) -> list[Any]:
 
 def _of_variables(function: FunctionType) -> Iterator[Callable[[], None]]:
     for cell in function.__closure__ or ():
-        if (before := _content(cell)) is not _UNSET:
+        if (before := closure_value(cell)) is not _UNSET:
             yield partial(setattr, cell, "cell_contents", before)
     names = function.__globals__
     for name in _global_names(function):
@@ -263,7 +258,8 @@ def _global_names(function: FunctionType) -> set[str]:
     return {name for code in codes for name in code.co_names}
 
 
-def _content(cell: CellType) -> Any:
+def closure_value(cell: CellType) -> Any:
+    """Return what a variable of a closure holds; a plain object if it holds nothing."""
     try:
         return cell.cell_contents
     except ValueError:

@@ -11,9 +11,8 @@ model under autocast is a graph of three nodes with nothing to split::
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit import _torch
+from splitkit.engine.codegen.emit import numbered_names
 from splitkit.engine.codegen.part_modules import build_module, carry_hooks
 from splitkit.engine.codegen.restore_modes import restore_modes_on_error
 from splitkit.graph.dataflow import require_order
@@ -118,16 +118,15 @@ def _inline(gm: fx.GraphModule, node: Node) -> None:
     assert isinstance(reference, Node)
     body = gm.get_submodule(str(reference.target))
     assert isinstance(body, fx.GraphModule)
-    around = _grad_region if node.target is WRAP_GRAD else _autocast_region
     with gm.graph.inserting_before(node):
-        result = _copy_body(gm, body, operands, partial(around, gm.graph, node, settings))
+        result = _copy_body(gm, body, operands, _region(gm.graph, node, settings))
     _replace(node, result)
     gm.graph.erase_node(node)
     _drop_body(gm, reference)
 
 
 def _copy_body(
-    gm: fx.GraphModule, body: fx.GraphModule, operands: list[Any], around: Callable[[], AbstractContextManager[None]]
+    gm: fx.GraphModule, body: fx.GraphModule, operands: list[Any], region: AbstractContextManager[None]
 ) -> Any:
     """Copy the nodes of ``body`` to the insertion point of ``gm``, and return the body's output in nodes of ``gm``."""
     env: dict[Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
@@ -138,7 +137,7 @@ def _copy_body(
             env[node].target = _adopt(gm, body, node.target)
     computed = [node for node in inner if node.op != "get_attr"]
     if computed:
-        with around():
+        with region:
             for node in computed:
                 env[node] = gm.graph.node_copy(node, env.__getitem__)
                 if node.op == "call_module":
@@ -147,18 +146,17 @@ def _copy_body(
 
 
 @contextmanager
-def _grad_region(graph: fx.Graph, node: Node, settings: tuple[Any, ...]) -> Iterator[None]:
-    before = _state_op(graph, node, torch.is_grad_enabled)
-    _state_op(graph, node, _torch.SET_GRAD, *settings)
-    yield
-    _state_op(graph, node, _torch.SET_GRAD, before)
-
-
-@contextmanager
-def _autocast_region(graph: fx.Graph, node: Node, settings: tuple[Any, ...]) -> Iterator[None]:
-    enter = _state_op(graph, node, _torch.ENTER_AUTOCAST, *settings)
-    yield
-    _state_op(graph, node, _torch.EXIT_AUTOCAST, enter)
+def _region(graph: fx.Graph, node: Node, settings: tuple[Any, ...]) -> Iterator[None]:
+    """Write the nodes that begin the region of ``node`` and, at the end of the block, those that end it."""
+    if node.target is WRAP_GRAD:
+        before = _state_op(graph, node, torch.is_grad_enabled)
+        _state_op(graph, node, _torch.SET_GRAD, *settings)
+        yield
+        _state_op(graph, node, _torch.SET_GRAD, before)
+    else:
+        enter = _state_op(graph, node, _torch.ENTER_AUTOCAST, *settings)
+        yield
+        _state_op(graph, node, _torch.EXIT_AUTOCAST, enter)
 
 
 def _state_op(graph: fx.Graph, node: Node, target: Any, *args: Any) -> Node:
@@ -171,13 +169,7 @@ def _state_op(graph: fx.Graph, node: Node, target: Any, *args: Any) -> Node:
 def _adopt(gm: fx.GraphModule, body: nn.Module, target: str) -> str:
     """Give ``gm`` the attribute ``target`` of ``body`` under a free name, and return the name."""
     value = operator.attrgetter(target)(body)
-    base = target.replace(".", "_")
-    name, count = base, 0
-    while hasattr(gm, name):
-        if getattr(gm, name) is value:
-            return name
-        count += 1
-        name = f"{base}_{count}"
+    name = next(n for n in numbered_names(target.replace(".", "_")) if getattr(gm, n, value) is value)
     setattr(gm, name, value)
     return name
 

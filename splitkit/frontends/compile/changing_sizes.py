@@ -14,7 +14,9 @@ runs with the same warning.
 from __future__ import annotations
 
 import warnings
+from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
@@ -40,8 +42,8 @@ from splitkit.units import size
 _HEADROOM = 1.5
 """A recompiled graph is planned as if its activations were this many times larger, so that sizes can grow without
 another compilation. Not tuned."""
-_DOUBLINGS, _HALVINGS = 6, 4
-"""Steps of the search for the largest sizes within the budget: up to 2**6 = 64 times the sizes, to 1 part in 2**4."""
+_FACTORS = [2 ** (step / 16) for step in range(6 * 16 + 1)]
+"""Sizes that are tried for the largest within the budget: up to 64 times those of the call, in steps of 4.4 %."""
 
 
 @dataclass
@@ -93,16 +95,17 @@ class GraphPolicy:
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Return the plan of the policy; for a recompiled graph that fits no plan, the nearest one that was found."""
         joint = as_joint(self, flow)
-        self.limit = _limit(self.policy, joint)
+        with suppress(NoPlanError):  # `as_plan` raises it again
+            self.limit = self.policy.limit(joint) if hasattr(self.policy, "limit") else None
         if not self.is_again:
             return as_plan(self.policy, joint, costs)
-        wanted, asked = self._with_headroom(joint)
+        wanted, left = self._with_headroom(joint)
         try:
             return as_plan(wanted, joint, costs)
         except NoPlanError as refusal:
             if not isinstance(refusal.nearest, Plan):
                 raise
-            excess = refusal.excess + (0 if self.limit is None else asked - self.limit)
+            excess = refusal.excess - left
             if excess > 0:
                 self.known.warn(
                     f"the model is compiled again, for other inputs, and no plan for them is within the budget: the "
@@ -126,13 +129,13 @@ class GraphPolicy:
             return default(joint)
 
     def _with_headroom(self, flow: JointFlow) -> tuple[PolicyLike, int]:
-        """Return the policy that plans for sizes that may grow, and its budget in bytes."""
+        """Return the policy that plans for sizes that may grow, and how many bytes of the budget it leaves for that."""
         if self.limit is None or not _symbols(flow.graph):
-            return self.policy, self.limit or 0
+            return self.policy, 0
         # What is alive throughout the step, such as parameters, is taken not to grow with the sizes.
         held = Peaks(flow).baseline(()) if self.policy.of == "peak" else 0
         asked = 0 if self.is_last else max(0, held + int((self.limit - held) / _HEADROOM))
-        return self.policy.within(asked), asked
+        return self.policy.within(asked), self.limit - asked
 
     def guard(self, pair: Pair) -> SizeWatch | None:
         """Guard the code by the largest sizes within the budget; return a `SizeWatch` if no guard is possible."""
@@ -217,17 +220,6 @@ def _compiled_now() -> tuple[int, int]:
     return found.frame_id, found.frame_compile_id
 
 
-def _limit(policy: Any, flow: JointFlow) -> int | None:
-    """Return the limit in bytes of a policy that has one for this graph, such as `splitkit.policies.Budget`."""
-    if not hasattr(policy, "limit"):
-        return None
-    try:
-        found: int | None = policy.limit(flow)
-        return found
-    except NoPlanError:  # `assign` raises it again
-        return None
-
-
 def _sizes(graph: fx.Graph) -> Iterator[tuple[int, int | None, torch.SymInt]]:
     """Yield the symbolic sizes of inputs: position, dimension (``None`` for an input that is itself a size), size."""
     for i, node in enumerate(graph.find_nodes(op="placeholder")):
@@ -259,18 +251,9 @@ def _most(watch: SizeWatch, hints: Mapping[str, int]) -> Mapping[str, int]:
     def scaled(by: float) -> dict[str, int]:
         return {name: int(hint * by) for name, hint in hints.items()}
 
-    # Memory grows with sizes: double until the plan is over the budget, then bisect between the last two.
-    low, high = 1.0, 2.0
-    for _ in range(_DOUBLINGS):
-        if watch.excess(scaled(high)) > 0:
-            break
-        low, high = high, 2 * high
-    else:
-        return scaled(low)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if watch.excess(scaled(middle)) > 0 else (middle, high)
-    return scaled(low)
+    # Memory grows with sizes, and those of the call, by which the factors begin, are within the budget.
+    over = bisect(_FACTORS, False, 1, key=lambda by: watch.excess(scaled(by)) > 0)
+    return scaled(_FACTORS[over - 1])
 
 
 def _guard_above(symbols: Mapping[str, torch.SymInt], hints: Mapping[str, int], most: Mapping[str, int]) -> None:

@@ -17,7 +17,9 @@ from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13, 2.15
 from torch._dynamo.backends.debugging import boxed_nop  # 2.11, 2.13, 2.15
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException  # 2.11, 2.13, 2.15
 from torch.fx import Node
+from torch.nn.parameter import is_lazy
 
+from splitkit._torch import version_of
 from splitkit.checks import shown
 from splitkit.costs import Costs, default
 from splitkit.costs.named import by_inductor
@@ -30,13 +32,16 @@ from splitkit.frontends.capture.capture_errors import capture_error, failed_run_
 from splitkit.frontends.capture.first_call import call_once, tables_restored
 from splitkit.frontends.compile.changing_sizes import CompileHistory, SizeWatch
 from splitkit.frontends.input_copies import copy_inputs
-from splitkit.frontends.module_state import buffers_kept, is_uninitialised
+from splitkit.frontends.module_state import buffers_kept
 from splitkit.frontends.trace_settings import scalar_writes_kept, without_meta_errors
-from splitkit.graph.storages import storages_shown
+from splitkit.graph.storages import parameters_and_buffers, storages_shown
 from splitkit.late_policies import LatePolicies
 from splitkit.plans.policy import PolicyLike, require_policy
 from splitkit.training.peaks import Peaks, eager_plan
 from splitkit.units import size
+
+# A budget such as ``"least"``, ``"2GiB"`` or 0.5 in the place of a policy.
+
 
 BudgetLike = str | int | float
 """What `splitkit.policies.Budget` takes as its budget."""
@@ -85,9 +90,6 @@ def splitkit_backend(
             "backend=splitkit.backend('2GiB').",
         )
     return backend("least", given.get("inner", "eager"))(gm, example_inputs)
-
-
-# A budget such as ``"least"``, ``"2GiB"`` or 0.5 in the place of a policy.
 
 
 Inner = Literal["eager", "aot_eager", "inductor"]
@@ -332,7 +334,8 @@ def _try(
     """Run forward once and restore the state; return what was written to after each graph had run."""
     divided.watch = watch = WriteWatch()
     try:
-        if is_uninitialised(applied):  # Dynamo does not run the hooks that make the parameters of lazy modules
+        # Dynamo does not run the hooks that make the parameters of lazy modules
+        if any(map(is_lazy, parameters_and_buffers(applied).values())):
             with buffers_kept(applied):
                 call_once(_uncompiled(applied), args, kwargs)
         inputs, named = copy_inputs((args, kwargs))
@@ -435,7 +438,7 @@ def overwritten_saves(pair: Pair, written: Collection[Node], names: Sequence[str
 
 
 def _versions(values: Iterable[Any]) -> list[int]:
-    return [v._version if isinstance(v, Tensor) and not v.is_inference() else 0 for v in values]
+    return [version_of(v) if isinstance(v, Tensor) else 0 for v in values]
 
 
 def _changed(values: Sequence[Any], before: list[int]) -> frozenset[int]:
