@@ -13,7 +13,7 @@ from steeredpages import GPT2, SMALL, priced
 import splitkit as sk
 from splitkit.pipeline.memory import memory_over_time
 from splitkit.plans.parts import Part
-from splitkit.view.data.ladder import COLUMNS, LadderView, _columns
+from splitkit.view.data.ladder import LadderView, _columns
 from splitkit.view.page import page
 
 NAMESPACE = r"http:\/\/www.w3.org/2000/svg"  # a name that every SVG has, which nothing fetches
