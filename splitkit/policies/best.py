@@ -100,7 +100,7 @@ class Best:
             raise self._nothing(entries)
         least = min(entry.made[1].value for entry in fitting) * (1 + _NEAR)
         winner = min((entry for entry in fitting if entry.made[1].value <= least), key=lambda entry: entry.ties)
-        return self._described(winner, entries, scoring)
+        return self._described(winner, entries)
 
     def _portfolio(self) -> Sequence[PolicyLike]:
         n = self.policies
@@ -109,15 +109,13 @@ class Best:
         stages = Stages(n, self.schedule, self.microbatches, self.memory, self.links, self.optimizer, tolerance=0)
         return stages, Expert(n)
 
-    def _described(self, winner: _Entry, entries: Sequence[_Entry], scoring: Scoring) -> Plan:
+    def _described(self, winner: _Entry, entries: Sequence[_Entry]) -> Plan:
         plan, figures = winner.made
-        proofs = [
-            (claim.bound, claim.tolerance, entry) for entry in entries if (claim := self._shared(entry, winner, scoring))
-        ]
+        proofs = [(claim.bound, claim.tolerance, entry) for entry in entries if (claim := self._shared(entry, winner))]
         bound, tolerance, prover = max(
             proofs, key=lambda proof: (proof[0], proof[2] is winner), default=(0.0, _NEAR, winner)
         )
-        least = scoring.least(len(figures.loads))
+        least = winner.scoring.least(len(figures.loads))
         if least >= bound:
             bound, tolerance, prover = least, _NEAR, winner
         solver = winner.solver if prover is winner else f"{winner.solver}; {prover.solver}"
@@ -125,7 +123,7 @@ class Best:
         listed = "; ".join(map(str, entries))
         return replace(plan, note=f"best of {len(entries)}. {claim}; {listed}", claim=claim)
 
-    def _shared(self, entry: _Entry, winner: _Entry, scoring: Scoring) -> Claim | None:
+    def _shared(self, entry: _Entry, winner: _Entry) -> Claim | None:
         """Return a policy's claim if its bound holds for the winner: same number of convex parts, no other constraints.
 
         A problem with fewer constraints (no links, no memory, forward only) is a relaxation, so its bound holds too.
@@ -145,9 +143,9 @@ class Best:
         ):
             return None  # messages between stages of one rank are free
         if policy.memory is not None:
-            optimizer = counted_optimizer(policy.optimizer, policy.schedule, scoring.demand.prices)
+            optimizer = counted_optimizer(policy.optimizer, policy.schedule, entry.scoring.demand.prices)
             held = (policy.memory, policy.microbatches, optimizer)
-            if held != (self.memory, self.microbatches, scoring.demand.optimizer):
+            if held != (self.memory, self.microbatches, entry.scoring.demand.optimizer):
                 return None
         return claim
 

@@ -90,19 +90,15 @@ class Deferrals:
     time_unit: str = "s"
 
     @cached_property
-    def storages_of(self) -> tuple[tuple[int, ...], ...]:
-        """Op -> the storages that it reads."""
-        return _grouped(self.reads, len(self.ops))
+    def makers_of(self) -> tuple[tuple[int, ...], ...]:
+        """Op -> the ops that make what it reads, but for views."""
+        made = np.stack([self.reads[:, 0], self.maker[self.reads[:, 1]]], 1)
+        return _grouped(np.concatenate([made[made[:, 1] != OUTSIDE], self.passed]), len(self.ops))
 
     @cached_property
     def views_of(self) -> tuple[tuple[int, ...], ...]:
         """Op -> the views that run with it in the weight part."""
         return _grouped(self.along, len(self.ops))
-
-    @cached_property
-    def passed_to(self) -> tuple[tuple[int, ...], ...]:
-        """Op -> the ops whose values without bytes it reads."""
-        return _grouped(self.passed, len(self.ops))
 
     @cached_property
     def needs(self) -> tuple[tuple[int, ...], ...]:
@@ -117,7 +113,7 @@ class Deferrals:
             late: (n,) bool; ops that the weight part computes if it needs their values.
         """
         runs = np.zeros(len(self.ops), np.bool_)
-        needed = [*np.flatnonzero(self.pinned | (self.returned & early)).tolist()]
+        needed = np.flatnonzero(self.pinned | (self.returned & early)).tolist()
         stack = np.flatnonzero(self.returned & ~early).tolist()
         while stack:
             op = stack.pop()
@@ -125,9 +121,8 @@ class Deferrals:
                 continue
             runs[op] = True
             stack += self.views_of[op]
-            made = [*(self.maker[k] for k in self.storages_of[op] if self.maker[k] != OUTSIDE), *self.passed_to[op]]
-            for maker in made:
-                (stack if late[maker] else needed).append(int(maker))
+            for maker in self.makers_of[op]:
+                (stack if late[maker] else needed).append(maker)
         return Deferral(self, self.closed(needed), runs)
 
     def closed(self, ops: list[int]) -> Bools:

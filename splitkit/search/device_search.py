@@ -423,12 +423,11 @@ class DeviceSearch:
     def _peak_search(self, way: tuple[int, ...]) -> PeakSearch:
         """Return the search by true peaks for stages of which the first is on the first of some devices, and so on."""
         demand, device, travel = self.demand, np.array(way), self._travel
-        cache = [sum(demand.cache.get(node, 0) for node in members) for members in self._placing.members]
         return PeakSearch(
             placing=self._placing,
             prices=demand.stage_prices,
             problem=self._problem(),
-            cache=np.array(cache, np.int64),
+            cache=self._placing.sums(demand.cache),
             holding=self._holding,
             flights=demand.flights(len(way), surely=False),
             sure_flights=demand.flights(len(way), surely=True),

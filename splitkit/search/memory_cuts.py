@@ -11,6 +11,7 @@ For the first k parts, over the segments from i to j that fit the k-th device::
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -160,17 +161,8 @@ class MemoryCuts:
 
 
 def _last(holds: Callable[[int], bool], first: int, end: int) -> int:
-    """Return the last number in ``first .. end`` for which ``holds`` is true; it is true at ``first`` and monotone
-    (bisection).
-    """
-    step, good = 1, first
-    while good < end and holds(min(good + step, end)):
-        good, step = min(good + step, end), 2 * step
-    bad = min(good + step, end + 1)
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if holds(middle) else (good, middle)
-    return good
+    """Return the last number in ``first .. end`` for which ``holds`` is true; it is true at ``first`` and monotone."""
+    return first + bisect_left(range(first + 1, end + 1), True, key=lambda number: not holds(number))
 
 
 # One step of the search over cuts for memory: possible ends of the next part, with the cheapest start of each.

@@ -12,6 +12,7 @@ for each number of parts instead of for all at once.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -224,16 +225,12 @@ class MemorySearch:
         flights, chain = self._in_flight(count), self._chain(0)
         if flights is None:
             return None
-        low, high = -1, max(chain.peak(0, self._size, flight) for flight in flights) * 2 + 1
-        if chain.cuts(Limits((high,) * count, flights)) is None:
+        most = max(chain.peak(0, self._size, flight) for flight in flights) * 2 + 1
+        fits = range(most + 1)
+        need = bisect_left(fits, True, key=lambda room: chain.cuts(Limits((room,) * count, flights)) is not None)
+        if need > most:
             return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            if chain.cuts(Limits((middle,) * count, flights)) is None:
-                low = middle
-            else:
-                high = middle
-        return self._planned(count, high)
+        return self._planned(count, need)
 
     def _planned(self, count: int, need: int) -> int | None:
         """Return ``need``, or a little more if message buffers, which cuts leave out, exceed it in each plan."""

@@ -11,7 +11,6 @@ A net is paid once for each device, however many readers are there: that is what
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,6 +21,7 @@ from torch.fx import Node
 
 from splitkit.costs import Costs, Links
 from splitkit.graph.dataflow import Dataflow, crossing_values, waits_for
+from splitkit.graph.dependences import lowest_first
 from splitkit.graph.node_values import Gradients
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
@@ -241,6 +241,10 @@ class PlacementModel:
         found: Floats = crossing_values(self.flow, self._costs, self.nodes(order))[:, self.places(order)]
         return found
 
+    def sums(self, of_nodes: Mapping[Node, int]) -> Ints:
+        """Return (n,) the sum over the nodes of each unit; what no number is given for counts nothing."""
+        return np.array([sum(of_nodes.get(n, 0) for n in members) for members in self.members], np.int64)
+
     def nodes(self, order: Ints) -> list[Node]:
         """Return the nodes of the units, one unit after the other."""
         return [node for unit in order.tolist() for node in self.members[unit]]
@@ -408,30 +412,13 @@ def bundled(flow: Dataflow, nodes: Sequence[Node], together: Sequence[Sequence[N
     ties = [(at[a], at[b]) for group in together for a, b in pairwise(group)]
     both = np.array([*edges, *ties, *((b, a) for a, b in ties)], np.int64).reshape(-1, 2)
     label = strong_components(both, len(nodes)).tolist()
-    members: dict[int, list[Node]] = {}
-    for node, bundle in zip(nodes, label, strict=True):
-        members.setdefault(bundle, []).append(node)
-    after: dict[int, set[int]] = {bundle: set() for bundle in members}
+    starts: dict[int, int] = {}
+    begin = [starts.setdefault(bundle, place) for place, bundle in enumerate(label)]
+    members: dict[int, list[Node]] = {start: [] for start in begin}
+    for node, start in zip(nodes, begin, strict=True):
+        members[start].append(node)
+    waits: dict[int, set[int]] = {start: set() for start in members}
     for first, then in edges:
-        if label[first] != label[then]:
-            after[label[first]].add(label[then])
-    return tuple(tuple(members[bundle]) for bundle in _sorted(after, {b: at[m[0]] for b, m in members.items()}))
-
-
-def _sorted(after: dict[int, set[int]], place: dict[int, int]) -> list[int]:
-    """Return a topological order that follows ``place`` where it is free to choose."""
-    missing = dict.fromkeys(after, 0)
-    for bundles in after.values():
-        for bundle in bundles:
-            missing[bundle] += 1
-    ready = [(place[bundle], bundle) for bundle, count in missing.items() if not count]
-    heapq.heapify(ready)
-    found: list[int] = []
-    while ready:
-        _, bundle = heapq.heappop(ready)
-        found.append(bundle)
-        for then in after[bundle]:
-            missing[then] -= 1
-            if not missing[then]:
-                heapq.heappush(ready, (place[then], then))
-    return found
+        if begin[first] != begin[then]:
+            waits[begin[then]].add(begin[first])
+    return tuple(tuple(members[start]) for start in lowest_first(waits))

@@ -96,7 +96,9 @@ def test_loads_are_work_and_each_value_once_for_each_part():
     flow = sk.analyze(gm)
     scoring = Scoring(StageRequest(None, flow, TIMES, links=WIRE))
     score = scoring.of(Plan.of(dict(zip(flow.nodes, (0, 1, 1, 2), strict=True))))
-    assert (score.value, score.limiting, len(score.loads)) == (7.0, 1, 3), "5 of work, 2 to receive one value, twice read"
+    assert (score.value, score.limiting, len(score.loads)) == (7.0, 1, 3), (
+        "5 of work, 2 to receive one value, twice read"
+    )
     assert score.traffic == 20
     copied = Plan.of(dict(zip(flow.nodes, ([0, 1], 1, 1, 2), strict=True)))
     assert scoring.of(copied).value == 6.0 and scoring.of(copied).traffic == 10, "a copy costs its work, and no link"

@@ -117,8 +117,7 @@ class CutTimes:
 
     def settled(self, ends: Sequence[int]) -> bool:
         """Make the entries of a plan exact; return whether they were."""
-        starts = (0, *ends[:-1])
-        stages = list(zip(range(len(ends)), starts, ends, strict=True))
+        stages = list(_stages(ends))
         if all(self.known[each] for each in stages):
             return True
         for each in stages:
@@ -323,7 +322,7 @@ class CutSearch:
             ends: the cuts.
             enough: look for a sharper bound, up to this.
         """
-        spans, exact = list(zip((0, *ends[:-1]), ends, strict=True)), enough is not None
+        spans, exact = list(pairwise((0, *ends))), enough is not None
         costs: list[StageCosts] = [StageCosts(0.0, 0.0)] * len(spans)
         for rank, load in enumerate(self.choices.loads):
             fixed = sum(self.choices.fixed(spans[stage]) for stage in load.stages)
@@ -387,7 +386,7 @@ class CutSearch:
         times = np.broadcast_to(table, (self.stages, size, size))
         zero = np.zeros(size)
         slowest = least_path(times, zero, 1_000_000)
-        most = max(table[a, b] for a, b in zip((0, *slowest.ends[:-1]), slowest.ends, strict=True))
+        most = max(table[pair] for pair in pairwise((0, *slowest.ends)))
         yield least_sum(times, self._link_seconds(), most * (1 + 1e-9)).ends
         if not self.single:
             yield self._by_rank()

@@ -58,7 +58,7 @@ class PeakSearch:
         travel: transfer times at a border; None if transfers are free.
         tolerance: relative; how much slower the bottleneck may be where that balances the stages.
         peaks: (n,) stages -> peak bytes of each rank.
-        cache: (n,) bytes of cache that each unit keeps; None for none.
+        cache: (n,) bytes of cache that each unit keeps.
         replicas: the devices of each stage.
         stretches: how many segments of orders may still be priced.
         clock: the deadline of the search.
@@ -75,7 +75,7 @@ class PeakSearch:
     travel: TransferTimes | None
     tolerance: float
     peaks: Callable[[Ints], Sequence[int]]
-    cache: Ints | None = None
+    cache: Ints
     replicas: int = 1
     stretches: int = 30_000
     clock: Clock = field(default_factory=endless_clock, repr=False)
