@@ -386,39 +386,20 @@ class _Row:
         self.partitions: list[list[Node]] = []
         self._limits, self._of_node = limits, loads
         self._loads: list[Load] = []
-        self._next: list[int] = []  # full partition -> a later one that may not be full
 
     def add(self, node: Node, least: int) -> int:
         """Add a node to the first partition from ``least`` on that has room, or to a new one; return its place."""
         place = least
         if self._limits:
             load = self._of_node[node]
-            place = self._open(least)
             while place < len(self.partitions) and not self._loads[place].fits_with(load, self._limits):
-                place = self._open(place + 1)
+                place += 1
         if place == len(self.partitions):
             self.partitions.append([])
             self._loads.append(Load())
-            self._next.append(len(self._next))
         self.partitions[place].append(node)
         if self._limits:
-            self._fill(place, load)
-        return place
-
-    def _fill(self, place: int, load: Load) -> None:
-        now = self._loads[place]
-        now += load
-        if self._limits.nodes is not None and now.nodes >= self._limits.nodes:
-            self._next[place] = place + 1
-
-    def _open(self, place: int) -> int:
-        """Return the first partition from ``place`` on that is not full of nodes."""
-        path = []
-        while place < len(self._next) and self._next[place] != place:
-            path.append(place)
-            place = self._next[place]
-        for passed in path:
-            self._next[passed] = place
+            self._loads[place] += load
         return place
 
 

@@ -75,8 +75,8 @@ class SpanTables:
         self.temporary = self._temporary()
 
     def _weights(self, backward: Floats) -> Floats:
-        at, reach, number = self.problems.halves.nodes_of_backward()
-        seconds = self.problems.in_backward[number]
+        at, reach = self.problems.halves.at, self.problems.halves.reach
+        seconds = self.problems.in_backward[self.problems.halves.numbers]
         found = np.zeros((len(self.cuts), len(self.cuts)))
         for i, start in enumerate(self.cuts.tolist()):
             inside = (at >= start) & (reach >= start)
