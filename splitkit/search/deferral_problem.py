@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.fx import Node
 
 from splitkit.costs import Costs, unit_of
@@ -25,6 +24,7 @@ from splitkit.plans.parts import Part, PartKey
 from splitkit.plans.record import Plan
 from splitkit.prices import checked
 from splitkit.solvers.min_cut import Network, min_cut, whole_capacities
+from splitkit.training.choices import Bools, Floats, Ints
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, op_of
 from splitkit.training.peaks import apply_checkpoints
 from splitkit.training.stage_parts import stage_part
@@ -437,11 +437,6 @@ def divided(plan: Plan, chosen: Mapping[int, Deferral]) -> Plan:
         keys: list[PartKey] = [key] if there is None else [("input", there.stage), ("weight", there.stage)]
         parts |= {k: replace(part, key=k) for k in keys}
     return replace(plan, places=places, parts=parts, claim=None)
-
-
-Bools = NDArray[np.bool_]
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,6 @@ from itertools import combinations, islice, pairwise
 from math import comb
 
 import numpy as np
-from numpy.typing import NDArray
 
 from splitkit.costs import Links
 from splitkit.pipeline.order import PipelineOrder
@@ -32,6 +31,7 @@ from splitkit.search.pipelines.stage_problems import StageProblems
 from splitkit.search.pipelines.step_bound import ProvenStep, SpanHulls, StepBound, fixed_bytes
 from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.solvers.line.path_bound import LineCuts, first_wait, least_path, least_sum, nearest_cuts
+from splitkit.training.choices import Floats, Ints
 
 # Tables of stage times over pairs of cuts, for pipelines with one stage on each rank: bounds first, exact where asked.
 #
@@ -128,9 +128,6 @@ class CutTimes:
 _RANGES = 60  # shares of what may run in forward or backward that are simulated for a bound
 _SMALL = 150  # ops of a stage for which an integer program is solved
 
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 _CUTS = 200  # the most positions of cuts that are looked at
 _LIMITS = 12  # limits on the slowest stage that are tried

@@ -8,7 +8,6 @@ from itertools import product
 from math import prod
 
 import numpy as np
-from numpy.typing import NDArray
 
 from splitkit.pipeline.order import (
     BACKWARD,
@@ -21,6 +20,7 @@ from splitkit.pipeline.order import (
 )
 from splitkit.pipeline.stage_prices import STATE_OF
 from splitkit.search.pipelines.stage_frontiers import FrontierPoint, StageFrontier, StageFrontiers
+from splitkit.training.choices import Ints
 
 Span = tuple[int, int]
 Points = tuple[FrontierPoint, ...]
@@ -243,9 +243,6 @@ def freed_rate(corners: Sequence[FrontierPoint], at: int, count: int) -> float:
 #
 # The order of a rank's actions says what it holds after each, whatever their times: so many microbatches of a stage
 # between forward and backward, and so many between the input part and the weight part.
-
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,16 +12,13 @@ from functools import cached_property, partial
 from itertools import product
 
 import numpy as np
-from numpy.typing import NDArray
 
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.search.pipelines.stage_problems import StageProblem, StageProblems
 from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.solvers.recompute import Limit, Program, RecomputeProblem
-from splitkit.training.choices import Choice, Savings
+from splitkit.training.choices import Bools, Choice, Ints, Savings
 
-Bools = NDArray[np.bool_]
-Ints = NDArray[np.int64]
 _EXACT = 1e-9  # the relative gap of integer programs
 _SMALL = 8  # values of a stage of which all subsets are looked at
 

@@ -19,7 +19,6 @@ from functools import cached_property, reduce
 from operator import add
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.fx import Node
 
 from splitkit.costs import Costs
@@ -28,7 +27,7 @@ from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import STATE_OF
 from splitkit.prices import Optimizer, unit_of
 from splitkit.search.pipelines.joint_positions import JointPositions, StageMembers, bytes_across, trained_inputs
-from splitkit.training.choices import Choice, Savings, savings
+from splitkit.training.choices import Bools, Choice, Floats, Ints, Savings, savings
 from splitkit.training.flow import output_nodes
 from splitkit.training.peaks import Peaks
 
@@ -131,9 +130,6 @@ class StageBackward:
         return received + sum(flow.storages.nbytes[root] for root in roots)
 
 
-Bools = NDArray[np.bool_]
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 _NEVER = np.iinfo(np.int64).max // 2
 
 

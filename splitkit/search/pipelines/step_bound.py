@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from splitkit.costs import Links
 from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, PipelineOrder
@@ -40,6 +39,7 @@ from splitkit.search.pipelines.stage_problems import StageProblems
 from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.solvers.line.column_bound import CutMaster, DualWeights, StageColumn
 from splitkit.solvers.line.path_bound import least_sum, nearest_cuts
+from splitkit.training.choices import Floats, Ints
 
 # Tables over pairs of cuts: what a stage between two cuts takes at least, whatever it saves.
 #
@@ -150,9 +150,6 @@ def _before(at: Ints, values: Floats, cuts: Ints) -> Floats:
     sums = np.concatenate([[0.0], np.cumsum(values[order])])
     return np.asarray(sums[np.searchsorted(at[order], cuts, side="left")])
 
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 _ROUNDS = 60  # of columns
 _WIDTHS = 5  # pieces of 1, 2, 4 ... cuts
