@@ -270,37 +270,8 @@ class _Backward:
 
     def arrays(self, costs: Costs) -> Deferrals:
         """Return the arrays."""
-        read, along, passed = set[tuple[int, int]](), set[tuple[int, int]](), set[tuple[int, int]]()
-        mixed = set[int]()
-        for op, i in self.number.items():
-            for value in dict.fromkeys(r for node in self.members[op] for r in reads(node)):
-                maker = self.flow.producer(value)
-                if maker is op:
-                    continue
-                inside = maker in self.members
-                if maker in self.views:
-                    along.add((i, self.number[maker]))
-                    continue
-                held = self._storages(value)
-                read.update((i, k) for k in held)
-                if inside and not held:
-                    passed.add((i, self.number[maker]))
-                # Memory of another op, in a value that the weight part cannot make again: the base is not enough.
-                mixed.update(
-                    self.maker[k] for k in held if inside and self.maker[k] not in (OUTSIDE, self.number[maker])
-                )
-        before = [(i, self.number[p]) for op, i in self.number.items() for p in self.earlier[op] if p in self.number]
-        return self._problem(costs, read, along, passed, before, mixed)
-
-    def _problem(
-        self,
-        costs: Costs,
-        read: set[tuple[int, int]],
-        along: set[tuple[int, int]],
-        passed: set[tuple[int, int]],
-        before: list[tuple[int, int]],
-        mixed: set[int],
-    ) -> Deferrals:
+        read, along, passed, mixed = self._reads()
+        before = {(i, self.number[p]) for op, i in self.number.items() for p in self.earlier[op] if p in self.number}
         ops = tuple(self.members)
         none = np.zeros(len(ops), np.bool_)
         first = Deferrals(
@@ -321,6 +292,29 @@ class _Backward:
         )
         pinned = first.closed([self.number[op] for op in ops if op in self.leaving or op in self.effects])
         return replace(first, pinned=pinned, products=self._products(pinned))
+
+    def _reads(self) -> tuple[set[tuple[int, int]], set[tuple[int, int]], set[tuple[int, int]], set[int]]:
+        """Return the pairs of `Deferrals.reads`, `along` and `passed`, and the ops whose memory others also make."""
+        read, along, passed = set[tuple[int, int]](), set[tuple[int, int]](), set[tuple[int, int]]()
+        mixed = set[int]()
+        for op, i in self.number.items():
+            for value in dict.fromkeys(r for node in self.members[op] for r in reads(node)):
+                maker = self.flow.producer(value)
+                if maker is op:
+                    continue
+                inside = maker in self.members
+                if maker in self.views:
+                    along.add((i, self.number[maker]))
+                    continue
+                held = self._storages(value)
+                read.update((i, k) for k in held)
+                if inside and not held:
+                    passed.add((i, self.number[maker]))
+                # Memory of another op, in a value that the weight part cannot make again: the base is not enough.
+                mixed.update(
+                    self.maker[k] for k in held if inside and self.maker[k] not in (OUTSIDE, self.number[maker])
+                )
+        return read, along, passed, mixed
 
     def _storages(self, value: Node) -> list[int]:
         """Return the numbers of the storages that a value lies in, without those of the caller."""

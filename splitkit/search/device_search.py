@@ -346,7 +346,7 @@ class DeviceSearch:
     def _plan_of(self, found: Solution) -> Plan:
         """Convert a solution into a plan; the visits of a device are numbered if it is visited several times."""
         labels = self._placing.labels(found.device, self._keys)
-        plan = Plan.of({n: labels[n] for n in self.demand.flow.nodes})
+        plan = Plan.of(labels)
         device_of: Mapping[PartKey, PartKey] = {key: key for key in self._keys}
         if not found.order:
             pieces = refine(self.demand.flow, plan) if found.turn is None else self._pieces(found, labels)
@@ -450,8 +450,7 @@ class DeviceSearch:
         return self.demand.held(plan, self._keys, partial(_root, devices=self._keys))
 
     def _loads(self, found: Solution) -> Floats:
-        labels = self._placing.labels(found.device, self._keys)
-        plan = Plan.of({n: labels[n] for n in self.demand.flow.nodes})
+        plan = Plan.of(self._placing.labels(found.device, self._keys))
         return self._placing.loads(plan, self._keys, self.demand.kinds, self._travel, self.demand.cpus)
 
 

@@ -79,8 +79,11 @@ class CutScoring:
         return self.tried[key]
 
     def shortfall(self, ends: Sequence[int]) -> int:
-        """Return the total bytes by which ranks exceed their memory if all stages save as little as possible."""
-        return sum(self.choices.shortfall(rank, spans) for rank, spans in enumerate(self._spans(ends)))
+        """Return the total bytes by which ranks exceed their memory in any case, without messages."""
+        ranks = enumerate(zip(self._spans(ends), self.choices.limits, strict=True))
+        return sum(
+            max(0, self.choices.lean(rank, spans)[0] - limit) for rank, (spans, limit) in ranks if limit is not None
+        )
 
     def _score(self, ends: tuple[int, ...]) -> ScoredCuts | None:
         found, lacking = self._fitted(ends, self._points), 0.0

@@ -56,16 +56,6 @@ class RankChoice:
             self._known[key] = self._choose(rank, spans, reserve)
         return self._known[key]
 
-    def shortfall(self, rank: int, spans: Sequence[Span]) -> int:
-        """Return the bytes by which a rank exceeds its limit, if any, when its stages save as little as possible."""
-        limit = self.limits[rank]
-        if limit is None:
-            return 0
-        found = [self.frontiers.of(*span) for span in spans]
-        held = self._held(rank, spans, limit)
-        ends = tuple(point for f in found if (point := f.within(f.problem.held + f.least_saved)) is not None)
-        return max(0, held.excess(ends))
-
     def fixed(self, span: Span) -> int:
         """Return the bytes of weights, gradients and optimizer of a stage."""
         return self.bytes_of(span)[0]

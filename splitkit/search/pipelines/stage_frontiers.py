@@ -78,11 +78,6 @@ class StageFrontier:
         fits = [choice for nbytes, choice in self._choices.items() if nbytes <= most]
         return self._point(min(fits, key=lambda choice: (choice.seconds, choice.nbytes))) if fits else None
 
-    @property
-    def least_saved(self) -> int:
-        """The fewest bytes that a stage can save of a microbatch, beyond what it holds in any case."""
-        return self._hull.known[0].first
-
     def corners(self) -> list[FrontierPoint]:
         """Return the points at the corners of the hull, by rising recompute time."""
         found = sorted(self._hull.choices, key=lambda choice: (choice.seconds, choice.nbytes))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -57,6 +57,9 @@ class InferenceStages:
     cache: Mapping[Node, int]
     tokens: int
     chunk: int = 1
+    _known: dict[int, int] = field(init=False, default_factory=dict, repr=False)
+    _rooms: dict[tuple[PartKey, ...], list[int]] = field(init=False, default_factory=dict, repr=False)
+    _parts: dict[tuple[PartKey, ...], list[fx.GraphModule]] = field(init=False, default_factory=dict, repr=False)
 
     def plan(self, objective: str) -> Plan:
         """Return the plan for ``"tokens"`` or ``"throughput"``.
@@ -288,18 +291,6 @@ class InferenceStages:
         ends = self._track
         per_token = self._sums[ends.last[pair]] - self._sums[ends.first[pair]]
         return _tokens(capacity - self._known[pair], np.full(len(self.staging.keys), per_token))
-
-    @cached_property
-    def _known(self) -> dict[int, int]:
-        return {}
-
-    @cached_property
-    def _rooms(self) -> dict[tuple[PartKey, ...], list[int]]:
-        return {}
-
-    @cached_property
-    def _parts(self) -> dict[tuple[PartKey, ...], list[fx.GraphModule]]:
-        return {}
 
     @cached_property
     def steps(self) -> DecoderSteps | None:
