@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import combinations, islice, pairwise
 from math import comb
@@ -141,27 +141,6 @@ _RELAXED = 6  # candidates that the bound found
 _STARTS = 3  # candidates from which a local search starts
 
 
-@dataclass(frozen=True, eq=False)
-class FoundCuts:
-    """The best cuts that were found.
-
-    Attributes:
-        best: the cuts; ``None`` if none fit.
-        bound: a lower bound on the step of all cuts that were looked at; infinite if none can fit.
-        cuts: how many positions were looked at, of how many.
-        tried: how many candidates were simulated.
-        classes: how many frontiers were computed.
-        path: whether the bound comes from the dynamic program for one stage on each rank.
-    """
-
-    best: ScoredCuts | None
-    bound: float
-    cuts: tuple[int, int]
-    tried: int
-    classes: int
-    path: bool
-
-
 class CutSearch:
     """A search for one graph, schedule and memory.
 
@@ -171,6 +150,7 @@ class CutSearch:
         links: the links between ranks.
         limits: the bytes of each rank.
         cuts: the positions that are looked at, with 0 and the end; there must be enough of them for the stages.
+        single: whether each rank has one stage, so that the bound comes from a dynamic program.
     """
 
     def __init__(
@@ -189,8 +169,10 @@ class CutSearch:
         self.single = order.rank_of == tuple(range(self.stages))
         self._time = self.problems.seconds[self.cuts]
 
-    def run(self) -> FoundCuts:
-        """Search, and prove a bound."""
+    def run(self) -> tuple[ScoredCuts | None, float]:
+        """Return the best cuts found, ``None`` if none fit, and a lower bound on the step of all cuts that were looked
+        at, infinite if none can fit.
+        """
         seeds = dict.fromkeys(self.seeds())
         known = self._fitting(seeds)
         if self.single:
@@ -206,7 +188,7 @@ class CutSearch:
         if self.few:
             least, best = self.all_cuts(best, self.scoring)
             bound = max(bound, least)
-        return FoundCuts(best, bound, self.looked_at, len(self.scoring.tried), self.frontiers.classes, self.single)
+        return best, bound
 
     def _lean_ones(self) -> list[ScoredCuts]:
         """Return the cuts with the lowest peak if they fit: what a refusal names is found with more memory, too."""

@@ -26,7 +26,7 @@ from splitkit.costs.links import HostLink
 from splitkit.pipeline.order import PipelineOrder, StageCopies, suffix_sums
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.search.pipelines.cut_scoring import CutScoring, Moved, ScoredCuts
-from splitkit.search.pipelines.cut_search import CutSearch, FoundCuts
+from splitkit.search.pipelines.cut_search import CutSearch
 from splitkit.search.pipelines.rank_choice import (
     Points,
     RankChoice,
@@ -168,27 +168,28 @@ class OffloadCutSearch(CutSearch):
         self.transfers = transfers
         self.scoring: OffloadScoring = OffloadScoring(self.choices, order, links, transfers)
 
-    def run(self) -> FoundCuts:
-        """Search, and prove a bound."""
+    def run(self) -> tuple[ScoredCuts | None, float]:
+        """Return what `CutSearch.run` does, for plans that may offload."""
         plain = CutSearch(self.frontiers, self.order, self.links, self.limits)
-        alone = plain.run()
+        alone, bound = plain.run()
         if all(limit is None for limit in self.limits):
-            return alone
+            self.scoring.tried |= plain.scoring.tried
+            return alone, bound
         pace = float(self.problems.seconds[-1]) * self.order.microbatches / len(self.order.ranks)
         place = {int(cut): number for number, cut in enumerate(self.cuts)}
         seeds = CutSearch(self.frontiers, self.order, self.links, self._relaxed(pace)).seeds()
-        if alone.best is not None:
-            seeds.append(tuple(place[end] for end in alone.best.ends))
+        if alone is not None:
+            seeds.append(tuple(place[end] for end in alone.ends))
         fitting = self._fitting(dict.fromkeys(seeds)) or self._fitting(self._tight())
-        best = self.local(fitting or ([] if alone.best is None else [alone.best]) or self._lean_ones())
+        best = self.local(fitting or ([] if alone is None else [alone]) or self._lean_ones())
         if best is None:
-            return FoundCuts(None, 0.0, self.looked_at, len(self.scoring.tried), self.frontiers.classes, self.single)
+            return None, 0.0
         relaxed = CutSearch(self.frontiers, self.order, self.links, self._relaxed(best.seconds))
         bound = relaxed.bound(best.seconds)
         if self.few:
             least, found = relaxed.all_cuts(best, self.scoring)
             bound, best = max(bound, least), found or best
-        return FoundCuts(best, bound, self.looked_at, len(self.scoring.tried), self.frontiers.classes, self.single)
+        return best, bound
 
     @cached_property
     def smallest(self) -> ScoredCuts:

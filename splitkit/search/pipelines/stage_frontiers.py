@@ -175,11 +175,6 @@ class StageFrontiers:
         self._known: dict[tuple[int, int], tuple[StageProblem, StageFrontier]] = {}
         self._costs: dict[tuple[int, int, FrontierPoint], StageCosts] = {}
 
-    @property
-    def classes(self) -> int:
-        """The number of classes so far."""
-        return len(self._classes)
-
     def of(self, start: int, end: int) -> StageFrontier:
         """Return the frontier of a stage."""
         return self._at(start, end)[1]
