@@ -63,11 +63,6 @@ class MemoryParts:
     traffic: int
     solver: str
 
-    @property
-    def peaks(self) -> tuple[int, ...]:
-        """Peak bytes of each part."""
-        return tuple(held.total for held in self.held)
-
 
 class MemorySearch:
     """A search for parts of one graph that fit their devices.

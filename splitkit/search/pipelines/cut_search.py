@@ -28,7 +28,7 @@ from splitkit.search.pipelines.joint_positions import bytes_across
 from splitkit.search.pipelines.rank_choice import RankChoice, rank_loads, warm_up
 from splitkit.search.pipelines.stage_frontiers import StageFrontiers
 from splitkit.search.pipelines.stage_problems import StageProblems
-from splitkit.search.pipelines.step_bound import ProvenStep, SpanHulls, StepBound, fixed_bytes
+from splitkit.search.pipelines.step_bound import Candidates, SpanHulls, StepBound, fixed_bytes
 from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.solvers.line.path_bound import LineCuts, first_wait, least_path, least_sum, nearest_cuts
 from splitkit.training.choices import Floats, Ints
@@ -178,9 +178,9 @@ class CutSearch:
         if self.single:
             bound = self.bound()
         else:
-            proven = self.proven(seeds, min((s.seconds for s in known), default=np.inf))
-            bound = max(proven.seconds, self._average_bound())
-            candidates = dict.fromkeys([*proven.cuts[:_RELAXED], *seeds])
+            proven, near = self.proven(seeds, min((s.seconds for s in known), default=np.inf))
+            bound = max(proven, self._average_bound())
+            candidates = dict.fromkeys([*near[:_RELAXED], *seeds])
             known = self._fitting(candidates)
             if len(known) < len(candidates):
                 known += [s for ends in list(candidates)[:2] if (s := self.repaired(ends)) is not None]
@@ -220,9 +220,9 @@ class CutSearch:
         """
         if self.single:
             return max(self._path_bound(self._times), self._average_bound())
-        return max(self.proven(dict.fromkeys(self.seeds()), below).seconds, self._average_bound())
+        return max(self.proven(dict.fromkeys(self.seeds()), below)[0], self._average_bound())
 
-    def proven(self, seeds: Iterable[tuple[int, ...]], below: float) -> ProvenStep:
+    def proven(self, seeds: Iterable[tuple[int, ...]], below: float) -> tuple[float, Candidates]:
         """Return the bound for any order of actions, with candidates; arguments as for `StepBound.run`."""
         return StepBound(self.choices, self.order, self.links, self.cuts).run(seeds, below)
 

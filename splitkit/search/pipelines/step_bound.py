@@ -160,19 +160,7 @@ _LITTLE, _PATIENCE = 5e-4, 8  # relative: after so many rounds that raise the bo
 _SMOOTH = 0.5  # of the way from the best weights to the linear program's
 _LONGER = 1e-6  # relative: a new path must be longer than the program's longest by more than this
 _F, _I, _W, _ON, _BACK = range(5)
-
-
-@dataclass(frozen=True, eq=False)
-class ProvenStep:
-    """A lower bound.
-
-    Attributes:
-        seconds: no plan takes less.
-        cuts: good candidates: cuts near the mean of mixtures, the best mixture first.
-    """
-
-    seconds: float
-    cuts: tuple[tuple[int, ...], ...]
+Candidates = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,8 +193,8 @@ class StepBound:
         self._settled: list[dict[tuple[int, int], None]] = [{} for _ in range(self.stages)]
         self._outside = np.where(np.arange(len(cuts))[:, None] < np.arange(len(cuts))[None, :], 0.0, np.inf)
 
-    def run(self, seeds: Iterable[Sequence[int]], below: float = np.inf) -> ProvenStep:
-        """Return the bound.
+    def run(self, seeds: Iterable[Sequence[int]], below: float = np.inf) -> tuple[float, Candidates]:
+        """Return the bound, and good candidates: cuts near the mean of mixtures, the best mixture first.
 
         Args:
             seeds: the ends of the stages of some plans, as numbers of cuts: one at least.
@@ -238,7 +226,7 @@ class StepBound:
                 break
             if best >= dual.value * (1 - _CLOSE) or number >= last + _PATIENCE:
                 break
-        return ProvenStep(min(best, below), tuple(found))
+        return min(best, below), tuple(found)
 
     def _even_weights(self) -> DualWeights:
         """Return the mean of the paths that follow one rank from its first action to its last."""

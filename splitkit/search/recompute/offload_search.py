@@ -250,7 +250,7 @@ class OffloadSearch:
 
 
 def _flips(runs: Bools, descent: Descent) -> Iterator[Bools]:
-    groups = sorted((g for g in descent.groups if len(g) > 1), key=lambda group: -len(group))
+    groups = sorted(descent.large, key=lambda group: -len(group))
     singles = descent.free.tolist()
     pairs = combinations(singles, 2) if len(singles) <= _FEW else ()
     for move in (*groups, *descent.free[:, None], *map(list, pairs)):

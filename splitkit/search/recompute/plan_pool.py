@@ -173,6 +173,7 @@ class Descent:
         pool: simulates the plans.
         free: ops that may be saved and may be recomputed.
         groups: groups of these ops that play the same part in each layer.
+        large: the groups of several ops.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -181,6 +182,7 @@ class Descent:
         free[self.savings.maker[self.savings.savable]] = True
         self.free = np.flatnonzero(free & ~self.savings.fixed)
         self.groups = _groups(self.savings, self.free)
+        self.large = [group for group in self.groups if len(group) > 1]
         self._tries = min(_MOST, _STEPS // max(1, len(pool.peaks.nodes)))
 
     def sow(self, effort: int = EFFORT) -> None:
@@ -260,7 +262,7 @@ class Descent:
         improved = best is not None
         while improved and best is not None:
             improved = False
-            moves = (group[best.runs[group]] for group in (*_many(self.groups), *self.free[:, None]))
+            moves = (group[best.runs[group]] for group in (*self.large, *self.free[:, None]))
             for move in sorted((m for m in moves if len(m)), key=lambda m: -float(price[m].sum())):
                 if not tries:
                     return
@@ -278,7 +280,7 @@ class Descent:
         flow, peaks = self.savings.flow, self.pool.peaks
         nbytes = np.bincount(peaks.storages.maker[trace.slot[there]], trace.nbytes[there], minlength=len(peaks.nodes))
         weight = nbytes[[flow.index[op] for op in self.savings.ops]]
-        yield from sorted(_many(self.groups), key=lambda group: -float(weight[group].sum()))
+        yield from sorted(self.large, key=lambda group: -float(weight[group].sum()))
         yield from self.free[np.argsort(-weight[self.free], kind="stable")][:, None]
 
 
@@ -294,10 +296,6 @@ def _flips(wish: Bools, move: Ints) -> Iterator[Bools]:
             changed = wish.copy()
             changed[move] = runs
             yield changed
-
-
-def _many(groups: list[Ints]) -> list[Ints]:
-    return [group for group in groups if len(group) > 1]
 
 
 def _groups(savings: Savings, free: Ints) -> list[Ints]:
