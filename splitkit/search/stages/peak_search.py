@@ -108,10 +108,8 @@ class PeakSearch:
             most = self._top(best) - 1
             if self.clock.is_over():
                 break
-            for share in (1,) if peaks.track.whole else _SHARES:  # a little room at first: fewer stages to price
+            for share in (np.inf,) if peaks.track.whole else _SHARES:  # a little room at first: fewer stages to price
                 capacity = np.where(limited, min(most, peaks.least_sums * share), np.inf)
-                if peaks.track.whole:
-                    capacity = np.where(limited, float(most), np.inf)
                 if not self._affordable(peaks, capacity):
                     break
                 lower = self._lower(peaks, capacity, best)
