@@ -25,23 +25,25 @@ from splitkit.training.choices import Bools, Choice
 from splitkit.training.offload_timeline import OffloadModel, OffloadRun, OffloadTimeline
 from splitkit.training.peaks import PeakTrace
 
-# What to offload of one choice of saved values: greedy orders, shortened.
+# What to offload of one choice of saved values: greedy orders, shortened, and exchanges of single values.
 #
 # For a fixed set the timeline is found by one rule (`OffloadTimeline.transfers`). Which set waits least is a knapsack
 # with release times; the orders here are rules of thumb. Values made early wait longest for backward, so their copies
 # have the most time; the largest first is the rule of torchtitan's memory policy.
 
 
+_EXCHANGES = 40  # sets that are tried; with 2 to 320, the one request that gets here had the same plan
 _OFFLOAD_CHOICE_FEW = 6  # values of which all sets are tried
 
 
-def offload(timeline: OffloadTimeline, budget: int, host: float = inf) -> OffloadRun | None:
+def offload(timeline: OffloadTimeline, budget: int, host: float = inf, thorough: bool = False) -> OffloadRun | None:
     """Return the run that waits least of those found within the budget; ``None`` if no set of values is enough.
 
     Args:
         timeline: the choice.
         budget: bytes on the device.
         host: bytes on the host.
+        thorough: whether to exchange single values afterwards.
     """
     runs: Iterator[OffloadRun | None]
     if timeline.fits([], budget):
@@ -50,11 +52,16 @@ def offload(timeline: OffloadTimeline, budget: int, host: float = inf) -> Offloa
         runs = (_judged(timeline, chosen, budget, host) for chosen in _subsets(list(timeline.values)))
     else:
         runs = (_greedy(timeline, order, budget, host) for order in _orders(timeline))
-    return min(filter(None, runs), key=lambda run: (run.exposed, run.host, run.peak), default=None)
+    best = min(filter(None, runs), key=_rank, default=None)
+    return _exchanged(timeline, best, budget, host) if thorough and best is not None and best.exposed else best
 
 
 def _subsets(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
     return chain.from_iterable(combinations(items, count) for count in range(len(items) + 1))
+
+
+def _rank(run: OffloadRun) -> tuple[float, int, int]:
+    return run.exposed, run.host, run.peak
 
 
 def _orders(timeline: OffloadTimeline) -> Iterator[list[int]]:
@@ -90,6 +97,42 @@ def _judged(timeline: OffloadTimeline, chosen: Sequence[int], budget: int, host:
         return None
     transfers = timeline.transfers(chosen, budget)
     return None if transfers is None else timeline.run(transfers)
+
+
+def _exchanged(timeline: OffloadTimeline, best: OffloadRun, budget: int, host: float) -> OffloadRun:
+    """Take single values in or out, and others out or in as the budget needs, while that lets the step wait less."""
+    orders = list(_orders(timeline))
+    tried, left = set[frozenset[int]](), _EXCHANGES
+    improved = True
+    while improved:
+        improved = False
+        for found in _neighbours(timeline, [one.item for one in best.transfers], orders[:2], budget):
+            if (key := frozenset(found)) in tried:
+                continue
+            tried.add(key)
+            left -= 1
+            run = _judged(timeline, found, budget, host)
+            if run is not None and _rank(run) < _rank(best):
+                best, improved = run, True
+            if not left or not best.exposed:
+                return best
+    return best
+
+
+def _neighbours(
+    timeline: OffloadTimeline, chosen: Sequence[int], orders: Sequence[Sequence[int]], budget: int
+) -> Iterator[list[int]]:
+    """Yield sets with one value more, and with one value changed for others."""
+    for item in orders[0]:
+        if item not in chosen:
+            yield [item, *chosen]
+            yield _needed(timeline, [item, *chosen], budget)
+            continue
+        moved = [other for other in chosen if other != item]
+        for order in orders:
+            found = [*moved, *(other for other in order if other not in chosen)]
+            if timeline.fits(found, budget):
+                yield _needed(timeline, found, budget)
 
 
 _LARGER = (1 / 12, 1 / 6, 1 / 3, 2 / 3)  # of the way to the peak of saving everything: other budgets that are searched
@@ -154,7 +197,7 @@ class OffloadSearch:
                 elif best is None or found.seconds < best.seconds:
                     best = found
         if best is not None:
-            best = self._changed(best.seen.runs, budget, best)
+            best = self._changed(self._refined(best, budget).seen.runs, budget, best)
         for _, _, runs in sorted(over)[:_STARTS]:
             best = self._changed(np.frombuffer(runs, np.bool_), budget, best)
         return best
@@ -203,13 +246,17 @@ class OffloadSearch:
                 room -= nbytes
         return found
 
-    def plan(self, runs: Bools, budget: int) -> OffloadPlan | None:
+    def plan(self, runs: Bools, budget: int, *, thorough: bool = False) -> OffloadPlan | None:
         """Return the choice that recomputes these ops, with what it must offload; ``None`` if that is not enough."""
         seen, trace = self.pool.trace(runs)
         timeline = self.model.timeline(seen.choice, trace)
         self.tried += 1
-        run = offload(timeline, budget, self.host)
+        run = offload(timeline, budget, self.host, thorough)
         return None if run is None else OffloadPlan(seen, timeline, run)
+
+    def _refined(self, best: OffloadPlan, budget: int) -> OffloadPlan:
+        found = self.plan(best.seen.runs, budget, thorough=True)
+        return found if found is not None and found.seconds < best.seconds else best
 
     def _excess(self, runs: Bools, budget: int) -> int:
         """Return the bytes times steps above the budget that remain if all that can be is offloaded."""
@@ -237,7 +284,7 @@ class OffloadSearch:
                 found = self.plan(runs, budget)
                 height = (0, found.seconds) if found is not None else self._height(runs, budget)
                 if found is not None and (best is None or found.seconds < best.seconds):
-                    best = found
+                    best = self._refined(found, budget)
                 if height < here:
                     here, start, improved = height, choice.runs, True
                 if not left or (best is not None and not best.seconds):
