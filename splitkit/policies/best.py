@@ -18,11 +18,11 @@ from splitkit.plans.policy import PolicyLike, as_plan
 from splitkit.plans.record import Plan
 from splitkit.policies.expert import Expert
 from splitkit.policies.stages import Stages
-from splitkit.prices import Optimizer
-from splitkit.search.plan_figures import Score, Scoring
+from splitkit.prices import Optimizer, unit_of
+from splitkit.search.plan_figures import Scoring, StageFigures
 from splitkit.search.request import StageRequest
 from splitkit.short_repr import options
-from splitkit.units import size
+from splitkit.units import duration, size
 
 _NEAR = 1e-9  # relative: loads that are equal but for rounding
 
@@ -94,13 +94,13 @@ class Best:
         start = time.monotonic()
         for policy in self._portfolio():
             late = bool(entries) and time.monotonic() - start >= self.seconds
-            entries.append(_Entry(policy) if late else _tried(policy, scoring))
+            entries.append(_Entry(policy, scoring) if late else _tried(policy, scoring))
         fitting = [entry for entry in entries if entry.fits]
         if not fitting:
             raise self._nothing(entries)
-        least = min(entry.load for entry in fitting) * (1 + _NEAR)
-        winner = min((entry for entry in fitting if entry.load <= least), key=lambda entry: entry.ties)
-        return self._described(winner, entries, scoring)
+        least = min(entry.made[1].value for entry in fitting) * (1 + _NEAR)
+        winner = min((entry for entry in fitting if entry.made[1].value <= least), key=lambda entry: entry.ties)
+        return self._described(winner, entries)
 
     def _portfolio(self) -> Sequence[PolicyLike]:
         n = self.policies
@@ -109,23 +109,21 @@ class Best:
         stages = Stages(n, self.schedule, self.microbatches, self.memory, self.links, self.optimizer, tolerance=0)
         return stages, Expert(n)
 
-    def _described(self, winner: _Entry, entries: Sequence[_Entry], scoring: Scoring) -> Plan:
-        plan, score = winner.made
-        proofs = [
-            (claim.bound, claim.tolerance, entry) for entry in entries if (claim := self._shared(entry, score, scoring))
-        ]
+    def _described(self, winner: _Entry, entries: Sequence[_Entry]) -> Plan:
+        plan, figures = winner.made
+        proofs = [(claim.bound, claim.tolerance, entry) for entry in entries if (claim := self._shared(entry, winner))]
         bound, tolerance, prover = max(
             proofs, key=lambda proof: (proof[0], proof[2] is winner), default=(0.0, _NEAR, winner)
         )
-        least = scoring.least(score.parts)
+        least = winner.scoring.least(len(figures.loads))
         if least >= bound:
             bound, tolerance, prover = least, _NEAR, winner
         solver = winner.solver if prover is winner else f"{winner.solver}; {prover.solver}"
-        claim = Claim("bottleneck", score.load, min(bound, score.load), solver, score.limiting, tolerance)
+        claim = Claim("bottleneck", figures.value, min(bound, figures.value), solver, figures.limiting, tolerance)
         listed = "; ".join(map(str, entries))
         return replace(plan, note=f"best of {len(entries)}. {claim}; {listed}", claim=claim)
 
-    def _shared(self, entry: _Entry, score: Score, scoring: Scoring) -> Claim | None:
+    def _shared(self, entry: _Entry, winner: _Entry) -> Claim | None:
         """Return a policy's claim if its bound holds for the winner: same number of convex parts, no other constraints.
 
         A problem with fewer constraints (no links, no memory, forward only) is a relaxation, so its bound holds too.
@@ -133,7 +131,10 @@ class Best:
         policy, claim = entry.policy, entry.plan.claim if entry.plan is not None else None
         if claim is None or claim.objective != "bottleneck" or not isinstance(policy, Stages):
             return None
-        if score.visits or policy.n != score.parts or as_links(policy.links) not in (None, as_links(self.links)):
+        plan, figures = winner.made
+        if not policy.n == len(figures.loads) == len(plan.parts):  # a device with several parts has no convex one
+            return None
+        if as_links(policy.links) not in (None, as_links(self.links)):
             return None
         if policy.schedule not in (None, self.schedule):
             return None
@@ -142,9 +143,9 @@ class Best:
         ):
             return None  # messages between stages of one rank are free
         if policy.memory is not None:
-            optimizer = counted_optimizer(policy.optimizer, policy.schedule, scoring.demand.prices)
+            optimizer = counted_optimizer(policy.optimizer, policy.schedule, entry.scoring.demand.prices)
             held = (policy.memory, policy.microbatches, optimizer)
-            if held != (self.memory, self.microbatches, scoring.demand.optimizer):
+            if held != (self.memory, self.microbatches, entry.scoring.demand.optimizer):
                 return None
         return claim
 
@@ -160,36 +161,34 @@ class _Entry:
 
     Attributes:
         policy: the policy as given.
+        scoring: the common measure.
         plan: the plan that it made.
-        score: the plan's score by the common measure.
+        figures: what the plan costs by the common measure.
         error: the error if it made no plan.
     """
 
     policy: PolicyLike
+    scoring: Scoring
     plan: Plan | None = None
-    score: Score | None = None
+    figures: StageFigures | None = None
     error: SplitError | None = None
 
     @property
     def fits(self) -> bool:
         """Whether there is a plan that fits the memory."""
-        return self.score is not None and not self.score.missing
+        return self.figures is not None and not self.scoring.missing(self.figures)
 
     @property
-    def made(self) -> tuple[Plan, Score]:
-        """The plan and its score."""
-        assert self.plan is not None and self.score is not None
-        return self.plan, self.score
-
-    @property
-    def load(self) -> float:
-        """The bottleneck of the plan in seconds."""
-        return self.made[1].load
+    def made(self) -> tuple[Plan, StageFigures]:
+        """The plan and what it costs."""
+        assert self.plan is not None and self.figures is not None
+        return self.plan, self.figures
 
     @property
     def ties(self) -> tuple[float, int, int]:
         """Simulated step, peak and traffic, which decide between equal loads."""
-        return self.made[1].ties
+        figures = self.made[1]
+        return figures.step or 0.0, max(figures.peaks, default=0), figures.traffic
 
     @property
     def solver(self) -> str:
@@ -200,23 +199,31 @@ class _Entry:
     @property
     def remedy(self) -> str:
         """What would help if there is no plan that fits."""
-        if self.score is not None:
-            need = f"{self.score.peak} bytes ({size(self.score.peak)})"
-            return f"Give each rank {need}: the plan of {_name(self.policy)} then fits."
+        if self.figures is not None:
+            peak = max(self.figures.peaks)
+            return f"Give each rank {peak} bytes ({size(peak)}): the plan of {_name(self.policy)} then fits."
         return self.error.remedy if self.error is not None else ""
 
     def __str__(self) -> str:
         if self.error is not None:
             return f"{_name(self.policy)}: {self.error.code}, {self.error.reason}"
-        return f"{_name(self.policy)}: {self.score if self.score is not None else 'skipped, the time was over'}"
+        if self.figures is None:
+            return f"{_name(self.policy)}: skipped, the time was over"
+        step, peak, _ = self.ties
+        unit, missing = unit_of(self.scoring.demand.costs), self.scoring.missing(self.figures)
+        words = [duration(self.figures.value, unit)]
+        words += [f"step {duration(step, unit)}"] if step else []
+        words += [f"peak {size(peak)}"] if peak else []
+        words += [f"{size(missing)} too much"] if missing else []
+        return f"{_name(self.policy)}: {', '.join(words)}"
 
 
 def _tried(policy: PolicyLike, scoring: Scoring) -> _Entry:
     try:
         plan = as_plan(policy, scoring.demand.flow, scoring.demand.prices)
-        return _Entry(policy, plan, scoring.of(plan))
+        return _Entry(policy, scoring, plan, scoring.of(plan))
     except (NoPlanError, PlanError, ScheduleError) as error:
-        return _Entry(policy, error=error)
+        return _Entry(policy, scoring, error=error)
 
 
 def _name(policy: object) -> str:

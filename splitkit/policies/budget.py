@@ -237,7 +237,7 @@ class Budget:
     def _with_offload(self, search: RecomputeSearch, costs: Costs, limit: int, whole: Seen) -> Plan:
         host = room_of_host(self, self.host)
         planner = OffloadPlanner(search, checked(costs), HostLink.of(self.offload), host)
-        best = planner.best(limit, whole)
+        best = planner.search.best(limit, whole)
         if best is None:
             raise planner.infeasible(limit, f"offload={self.offload!r}" + (f", host={host}" if self.host else ""))
         return planner.plan(best, limit)

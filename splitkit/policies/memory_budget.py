@@ -109,7 +109,8 @@ class MemoryBudget:
         return MemorySearch(demand, self.parts, self.sizes)
 
     def _plan(self, search: MemorySearch, found: MemoryParts) -> Plan:
-        full = [peak / memory if memory else 1.0 for peak, memory in zip(found.peaks, found.memory, strict=True)]
+        held = zip(found.held, found.memory, strict=True)
+        full = [one.total / memory if memory else 1.0 for one, memory in held]
         limiting = full.index(max(full))
         labels = {node: part for part, nodes in enumerate(found.parts) for node in nodes}
         count = len(found.parts)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.fx import Node
 
 from splitkit.checks import is_number, is_word, shown
@@ -17,7 +16,7 @@ from splitkit.errors import PolicyError, SplitError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.plans.record import Plan
 from splitkit.search.recompute.pareto_cuts import CutNetwork, cheapest
-from splitkit.training.choices import Savings, savings
+from splitkit.training.choices import Floats, Savings, savings
 from splitkit.training.flow import as_joint
 from splitkit.units import duration
 from splitkit.units import size as in_bytes
@@ -80,7 +79,7 @@ class MinCut:
         return choice.plan(f"min-cut: {in_bytes(choice.nbytes)} saved, {again} computed again")
 
 
-def _weights(problem: Savings, size: Callable[[Node], float]) -> NDArray[np.float64]:
+def _weights(problem: Savings, size: Callable[[Node], float]) -> Floats:
     """Return (k,) the cost of saving each storage, by the user's rule for the value that would be saved."""
     weights = np.zeros(len(problem.nbytes))
     for value, storage, savable in zip(problem.values, problem.storage, problem.savable, strict=True):

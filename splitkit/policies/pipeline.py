@@ -20,7 +20,7 @@ from splitkit.plans.parts import Claim, Offloaded
 from splitkit.plans.record import Plan
 from splitkit.prices import Optimizer, checked
 from splitkit.search.pipelines.cut_scoring import ScoredCuts
-from splitkit.search.pipelines.cut_search import CutSearch, FoundCuts
+from splitkit.search.pipelines.cut_search import CutSearch
 from splitkit.search.pipelines.joint_positions import JointPositions, PlannedPipeline, staged_plan
 from splitkit.search.pipelines.offload_cut_search import OffloadCutSearch, StageTransfers
 from splitkit.search.pipelines.stage_frontiers import StageFrontiers
@@ -133,18 +133,16 @@ class Pipeline:
             problems: those of the graph, by a policy with the same optimizer, recompute and kind of schedule.
         """
         enough_nodes(problems.flow, self.n)
-        frontiers = StageFrontiers(problems)
-        search = self._search(frontiers, self._limits)
+        search = self._search(StageFrontiers(problems), self._limits)
         most = len(search.cuts) - 1
         if most < self.n:
             reason = f"{self.n} stages were asked for, and the graph can be cut into {most} at most"
             raise NoPlanError("SK303", reason, f"Ask for at most {most}.")
-        found = search.run()
-        if found.best is None:
-            raise self._infeasible(frontiers, found, search.smallest)
-        best = found.best
+        best, bound = search.run()
+        if best is None:
+            raise self._infeasible(search, bound)
         again = tuple(point.seconds for point in best.points)
-        return PlannedPipeline(self._plan(frontiers, found, best), best.run, self._limits, again)
+        return PlannedPipeline(self._plan(search, best, bound), best.run, self._limits, again)
 
     def _search(self, frontiers: StageFrontiers, limits: Sequence[int | None]) -> CutSearch:
         given = frontiers, self._order, as_links(self.links), limits
@@ -154,40 +152,41 @@ class Pipeline:
         link, host = HostLink.of(self.offload), room_of_host(self, self.host)
         return OffloadCutSearch(*given, StageTransfers(frontiers.problems, link, host))
 
-    def _plan(self, frontiers: StageFrontiers, found: FoundCuts, best: ScoredCuts) -> Plan:
+    def _plan(self, search: CutSearch, best: ScoredCuts, bound: float) -> Plan:
+        frontiers = search.frontiers
         choices = [frontiers.choice(*span, point) for span, point in zip(best.spans, best.points, strict=True)]
         run = best.run
         stages = [s for s, rank in enumerate(run.order.rank_of) if rank == run.busiest_rank]
         limiting = max(stages, key=lambda s: run.stages[s].forward + run.stages[s].backward)
-        bound = min(found.bound, best.seconds)
-        solver = "dynamic program, minimum cuts" if found.path else "local search, minimum cuts"
-        claim = Claim("step", best.seconds, bound, solver, ("forward", limiting), _ROUNDING)
-        note = self._note(frontiers, found, best, claim)
+        solver = "dynamic program, minimum cuts" if search.single else "local search, minimum cuts"
+        claim = Claim("step", best.seconds, min(bound, best.seconds), solver, ("forward", limiting), _ROUNDING)
+        note = self._note(search, best, claim)
         plan = staged_plan(frontiers.problems.members, best.ends, choices, note)
         return replace(plan, offloaded=_offloaded(frontiers, best, choices), claim=claim)
 
-    def _note(self, frontiers: StageFrontiers, found: FoundCuts, best: ScoredCuts, claim: Claim) -> str:
-        run, unit = best.run, unit_of(frontiers.problems.costs)
+    def _note(self, search: CutSearch, best: ScoredCuts, claim: Claim) -> str:
+        run, problems, (some, all_) = best.run, search.problems, search.looked_at
+        unit, tried = unit_of(problems.costs), len(search.scoring.tried)
         again = [f"{duration(p.seconds, unit)} in stage {s}" for s, p in enumerate(best.points) if p.seconds]
         said = [
-            f"{self.n} stages. {run.told}{', if SplitBackward divides backward' if frontiers.problems.divided else ''}",
+            f"{self.n} stages. {run.told}{', if SplitBackward divides backward' if problems.divided else ''}",
             claim.proof,
             run.fullest(self._limits),
             f"Backward recomputes {f'for {in_words(again)}' if again else 'nothing'}",
             *_on_host(best),
-            f"Looked at {found.cuts[0]} of {found.cuts[1]} positions of cuts; simulated {found.tried} candidates",
+            f"Looked at {some} of {all_} positions of cuts; simulated {tried} candidates",
         ]
         return ". ".join(said)
 
-    def _infeasible(self, frontiers: StageFrontiers, found: FoundCuts, enough: ScoredCuts) -> NoPlanError:
+    def _infeasible(self, search: CutSearch, bound: float) -> NoPlanError:
         """Return the refusal; the memory that it names is the peak of a plan, which is found with it."""
-        limits = self._limits
+        limits, enough = self._limits, search.smallest
         least = min(limit for limit in limits if limit is not None)
         peak = max(enough.run.peaks)
         count = "" if self.microbatches is None else f", {self.microbatches}"
         others = options(self, "n", "schedule", "microbatches", "memory")
         fits = f"Pipeline({', '.join([f'{self.n}, {self.schedule!r}{count}, memory={peak}', *others])}) fits"
-        proven = ": no cuts can fit" if found.bound == float("inf") else ""
+        proven = ": no cuts can fit" if bound == float("inf") else ""
         error = NoPlanError(
             "SK303",
             f"no {self.n} stages under {schedule_named(self.schedule).name} were found that fit {size(least)} for each "
@@ -195,7 +194,7 @@ class Pipeline:
             f"{fits}: {size(peak)} for each rank. Or: use more stages, a smaller microbatch, or an optimizer with less "
             "state.",
         )
-        error.nearest, error.excess = self._plan(frontiers, replace(found, bound=0.0), enough), peak - least
+        error.nearest, error.excess = self._plan(search, enough, 0.0), peak - least
         return error
 
 

@@ -46,9 +46,7 @@ class AdditiveMemory:
 
         ``cache`` says how many bytes of keys and values nodes keep.
         """
-        fixed, saved = np.zeros(len(placing.units), np.int64), np.zeros(len(placing.units), np.int64)
-        for node, nbytes in cache.items():
-            fixed[placing.index[node]] += nbytes
+        fixed, saved = placing.sums(cache), np.zeros(len(placing.units), np.int64)
         seen: set[object] = set()
         for node, unit in placing.index.items():
             for tensor in placing.flow.owned(node):

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.fx import Node
 
 from splitkit.costs import Costs, unit_of
@@ -26,6 +25,7 @@ from splitkit.plans.parts import Part, PartKey
 from splitkit.plans.record import Plan
 from splitkit.prices import checked
 from splitkit.solvers.min_cut import Network, min_cut, whole_capacities
+from splitkit.training.choices import Bools, Floats, Ints
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, op_of
 from splitkit.training.peaks import apply_checkpoints
 from splitkit.training.stage_parts import known_part, stage_part
@@ -91,19 +91,15 @@ class Deferrals:
     time_unit: str = "s"
 
     @cached_property
-    def storages_of(self) -> tuple[tuple[int, ...], ...]:
-        """Op -> the storages that it reads."""
-        return _grouped(self.reads, len(self.ops))
+    def makers_of(self) -> tuple[tuple[int, ...], ...]:
+        """Op -> the ops that make what it reads, but for views."""
+        made = np.stack([self.reads[:, 0], self.maker[self.reads[:, 1]]], 1)
+        return _grouped(np.concatenate([made[made[:, 1] != OUTSIDE], self.passed]), len(self.ops))
 
     @cached_property
     def views_of(self) -> tuple[tuple[int, ...], ...]:
         """Op -> the views that run with it in the weight part."""
         return _grouped(self.along, len(self.ops))
-
-    @cached_property
-    def passed_to(self) -> tuple[tuple[int, ...], ...]:
-        """Op -> the ops whose values without bytes it reads."""
-        return _grouped(self.passed, len(self.ops))
 
     @cached_property
     def needs(self) -> tuple[tuple[int, ...], ...]:
@@ -118,7 +114,7 @@ class Deferrals:
             late: (n,) bool; ops that the weight part computes if it needs their values.
         """
         runs = np.zeros(len(self.ops), np.bool_)
-        needed = [*np.flatnonzero(self.pinned | (self.returned & early)).tolist()]
+        needed = np.flatnonzero(self.pinned | (self.returned & early)).tolist()
         stack = np.flatnonzero(self.returned & ~early).tolist()
         while stack:
             op = stack.pop()
@@ -126,9 +122,8 @@ class Deferrals:
                 continue
             runs[op] = True
             stack += self.views_of[op]
-            made = [*(self.maker[k] for k in self.storages_of[op] if self.maker[k] != OUTSIDE), *self.passed_to[op]]
-            for maker in made:
-                (stack if late[maker] else needed).append(int(maker))
+            for maker in self.makers_of[op]:
+                (stack if late[maker] else needed).append(maker)
         return Deferral(self, self.closed(needed), runs)
 
     def closed(self, ops: list[int]) -> Bools:
@@ -276,37 +271,8 @@ class _Backward:
 
     def arrays(self, costs: Costs) -> Deferrals:
         """Return the arrays."""
-        read, along, passed = set[tuple[int, int]](), set[tuple[int, int]](), set[tuple[int, int]]()
-        mixed = set[int]()
-        for op, i in self.number.items():
-            for value in dict.fromkeys(r for node in self.members[op] for r in reads(node)):
-                maker = self.flow.producer(value)
-                if maker is op:
-                    continue
-                inside = maker in self.members
-                if maker in self.views:
-                    along.add((i, self.number[maker]))
-                    continue
-                held = self._storages(value)
-                read.update((i, k) for k in held)
-                if inside and not held:
-                    passed.add((i, self.number[maker]))
-                # Memory of another op, in a value that the weight part cannot make again: the base is not enough.
-                mixed.update(
-                    self.maker[k] for k in held if inside and self.maker[k] not in (OUTSIDE, self.number[maker])
-                )
-        before = [(i, self.number[p]) for op, i in self.number.items() for p in self.earlier[op] if p in self.number]
-        return self._problem(costs, read, along, passed, before, mixed)
-
-    def _problem(
-        self,
-        costs: Costs,
-        read: set[tuple[int, int]],
-        along: set[tuple[int, int]],
-        passed: set[tuple[int, int]],
-        before: list[tuple[int, int]],
-        mixed: set[int],
-    ) -> Deferrals:
+        read, along, passed, mixed = self._reads()
+        before = {(i, self.number[p]) for op, i in self.number.items() for p in self.earlier[op] if p in self.number}
         ops = tuple(self.members)
         none = np.zeros(len(ops), np.bool_)
         first = Deferrals(
@@ -327,6 +293,29 @@ class _Backward:
         )
         pinned = first.closed([self.number[op] for op in ops if op in self.leaving or op in self.effects])
         return replace(first, pinned=pinned, products=self._products(pinned))
+
+    def _reads(self) -> tuple[set[tuple[int, int]], set[tuple[int, int]], set[tuple[int, int]], set[int]]:
+        """Return the pairs of `Deferrals.reads`, `along` and `passed`, and the ops whose memory others also make."""
+        read, along, passed = set[tuple[int, int]](), set[tuple[int, int]](), set[tuple[int, int]]()
+        mixed = set[int]()
+        for op, i in self.number.items():
+            for value in dict.fromkeys(r for node in self.members[op] for r in reads(node)):
+                maker = self.flow.producer(value)
+                if maker is op:
+                    continue
+                inside = maker in self.members
+                if maker in self.views:
+                    along.add((i, self.number[maker]))
+                    continue
+                held = self._storages(value)
+                read.update((i, k) for k in held)
+                if inside and not held:
+                    passed.add((i, self.number[maker]))
+                # Memory of another op, in a value that the weight part cannot make again: the base is not enough.
+                mixed.update(
+                    self.maker[k] for k in held if inside and self.maker[k] not in (OUTSIDE, self.number[maker])
+                )
+        return read, along, passed, mixed
 
     def _storages(self, value: Node) -> list[int]:
         """Return the numbers of the storages that a value lies in, without those of the caller."""
@@ -457,11 +446,6 @@ def divided(plan: Plan, chosen: Mapping[int, Deferral]) -> Plan:
         keys: list[PartKey] = [key] if there is None else [("input", there.stage), ("weight", there.stage)]
         parts |= {k: replace(part, key=k) for k in keys}
     return replace(plan, places=places, parts=parts, claim=None)
-
-
-Bools = NDArray[np.bool_]
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)

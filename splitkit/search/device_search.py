@@ -345,7 +345,7 @@ class DeviceSearch:
     def _plan_of(self, found: Solution) -> Plan:
         """Convert a solution into a plan; the visits of a device are numbered if it is visited several times."""
         labels = self._placing.labels(found.device, self._keys)
-        plan = Plan.of({n: labels[n] for n in self.demand.flow.nodes})
+        plan = Plan.of(labels)
         device_of: Mapping[PartKey, PartKey] = {key: key for key in self._keys}
         if not found.order:
             pieces = refine(self.demand.flow, plan) if found.turn is None else self._pieces(found, labels)
@@ -422,12 +422,11 @@ class DeviceSearch:
     def _peak_search(self, way: tuple[int, ...]) -> PeakSearch:
         """Return the search by true peaks for stages of which the first is on the first of some devices, and so on."""
         demand, device, travel = self.demand, np.array(way), self._travel
-        cache = [sum(demand.cache.get(node, 0) for node in members) for members in self._placing.members]
         return PeakSearch(
             placing=self._placing,
             prices=demand.stage_prices,
             problem=self._problem(),
-            cache=np.array(cache, np.int64),
+            cache=self._placing.sums(demand.cache),
             holding=self._holding,
             flights=demand.flights(len(way), surely=False),
             sure_flights=demand.flights(len(way), surely=True),
@@ -450,8 +449,7 @@ class DeviceSearch:
         return self.demand.held(plan, self._keys, partial(_root, devices=self._keys))
 
     def _loads(self, found: Solution) -> Floats:
-        labels = self._placing.labels(found.device, self._keys)
-        plan = Plan.of({n: labels[n] for n in self.demand.flow.nodes})
+        plan = Plan.of(self._placing.labels(found.device, self._keys))
         return self._placing.loads(plan, self._keys, self.demand.kinds, self._travel, self.demand.cpus)
 
 

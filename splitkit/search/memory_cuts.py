@@ -11,8 +11,10 @@ For the first k parts, over the segments from i to j that fit the k-th device::
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from heapq import heappop, heappush
 
 import numpy as np
@@ -44,24 +46,20 @@ class MemoryCuts:
     def __init__(self, line: OrderMemory, state: int) -> None:
         self.line = line
         self.state = state
-        self._peaks: dict[tuple[int, int], tuple[int, int]] = {}
-        self._least: dict[tuple[int, int], tuple[int, int]] = {}
-        self._bounds: dict[int, PeakBounds] = {}
+        self._held = cache(lambda start, end: self._sums(line.segment(start, end)))
+        self._least_held = cache(lambda start, end: self._sums(line.lower_bound(start, end)))
+        self._bounds = cache(lambda flights: PeakBounds.of(line, flights))
         messages = line.messages + line.gradient_messages if line.training else line.messages
         self.traffic: list[int] = messages.tolist()
 
     def peak(self, start: int, end: int, flights: int) -> int:
         """Return the peak bytes of the part with the nodes from ``start`` up to, not including, ``end``."""
-        if (start, end) not in self._peaks:
-            self._peaks[start, end] = self._sums(self.line.segment(start, end))
-        once, saved = self._peaks[start, end]
+        once, saved = self._held(start, end)
         return once + flights * saved
 
     def least(self, start: int, end: int, flights: int) -> int:
         """Return a lower bound on the bytes of every part that contains these nodes."""
-        if (start, end) not in self._least:
-            self._least[start, end] = self._sums(self.line.lower_bound(start, end))
-        once, saved = self._least[start, end]
+        once, saved = self._least_held(start, end)
         return once + flights * saved
 
     def alone(self) -> Ints:
@@ -104,7 +102,7 @@ class MemoryCuts:
             costs,
             window,
             memory,
-            self._bounds_of(flights),
+            self._bounds(flights),
             lambda start, end: self.peak(start, end, flights),
             lambda start, end: self.least(start, end, flights),
         )
@@ -113,11 +111,6 @@ class MemoryCuts:
                 after[end] = costs[start] + (self.traffic[end] if end < self.line.length else 0)
                 begins[end] = start
         return after, begins
-
-    def _bounds_of(self, flights: int) -> PeakBounds:
-        if flights not in self._bounds:
-            self._bounds[flights] = PeakBounds.of(self.line, flights)
-        return self._bounds[flights]
 
     def stuck(self, limits: Limits) -> bool:
         """Return whether adding parts in front cannot help, as long as those hold no less for the same number after
@@ -160,17 +153,8 @@ class MemoryCuts:
 
 
 def _last(holds: Callable[[int], bool], first: int, end: int) -> int:
-    """Return the last number in ``first .. end`` for which ``holds`` is true; it is true at ``first`` and monotone
-    (bisection).
-    """
-    step, good = 1, first
-    while good < end and holds(min(good + step, end)):
-        good, step = min(good + step, end), 2 * step
-    bad = min(good + step, end + 1)
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if holds(middle) else (good, middle)
-    return good
+    """Return the last number in ``first .. end`` for which ``holds`` is true; it is true at ``first`` and monotone."""
+    return first + bisect_left(range(first + 1, end + 1), True, key=lambda number: not holds(number))
 
 
 # One step of the search over cuts for memory: possible ends of the next part, with the cheapest start of each.

@@ -3,8 +3,8 @@
 Along one order a part is a segment. For a number of parts and the memory of each, a dynamic program over the possible
 ends of parts decides exactly whether the order can be divided, and how with the least traffic (`memory_cuts`). The
 number of parts rises from a lower bound until some order can be divided. Other orders than the graph's allow other
-parts; in graphs of up to `_SMALL` nodes all cuts of all orders are tried (`memory_ideals`), and then the answer is
-exact.
+parts; in graphs of up to `_SMALL` nodes all cuts of all orders are tried, and then the answer is exact. What a part
+holds depends only on its nodes and on what it takes and gives, that is, on the borders at its two ends.
 
 Microbatches in flight, and so the memory left for a part, depend on how many parts follow it: the program is run once
 for each number of parts instead of for all at once.
@@ -12,6 +12,7 @@ for each number of parts instead of for all at once.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,16 +29,20 @@ from splitkit.pipeline.stage_prices import STATE_OF
 from splitkit.plans.part_order import part_order
 from splitkit.plans.parts import PARENT
 from splitkit.plans.record import Plan, keep_books
+from splitkit.search.additive_memory import AdditiveMemory
 from splitkit.search.memory_cuts import Limits, MemoryCuts
+from splitkit.search.placement_model import PlacementModel, TransferTimes
 from splitkit.search.request import StageRequest
-from splitkit.search.stages.candidate_borders import border_ideals
+from splitkit.search.stages.candidate_borders import BorderSet, StagePeaks, ideal_borders
+from splitkit.solvers.line.path_bound import least_sum
 from splitkit.solvers.placement.core import core_of, orders
-from splitkit.solvers.placement.problem import Problem, Slot
+from splitkit.solvers.placement.problem import Slot
 
 _WORK = 18_000  # nodes times orders
 _MORE = 8  # parts; with 1, 4 or 16, thirteen requests had the same parts or refusals
 _ROUNDS = 8  # to make room for buffers; one was enough for nine requests
 _SMALL = 40  # nodes of a graph of which all cuts of all orders are tried, if these are few enough
+_MOST_ASKED = 8_000  # parts of these whose memory is asked for
 
 
 @dataclass(frozen=True)
@@ -57,11 +62,6 @@ class MemoryParts:
     memory: tuple[int, ...]
     traffic: int
     solver: str
-
-    @property
-    def peaks(self) -> tuple[int, ...]:
-        """Peak bytes of each part."""
-        return tuple(held.total for held in self.held)
 
 
 class MemorySearch:
@@ -134,15 +134,20 @@ class MemorySearch:
 
     def _exactly(self, count: int, limits: Limits) -> MemoryParts | None:
         """Return the best parts over all orders of a small graph; on failure, note in `excluded` that none exist."""
-        try:
-            found = self._ideals.best(limits) if self._size <= _SMALL else None
-        except TooManyPartsError:
+        capacity = np.array(limits.memory, np.float64)
+        peaks = None if self._all is None else StagePeaks(*self._all, self.demand.flights(count, surely=True))
+        if peaks is None or peaks.unpriced(capacity).sum() > _MOST_ASKED:
             return None
-        if found is None:
-            self.excluded |= {count} if self._size <= _SMALL else set()
+        track, size = peaks.track, len(peaks.track.members)
+        fits = np.full((count, size, size), np.inf)
+        fits[:, track.first, track.last] = np.where(np.isfinite(peaks.within(capacity)), 0.0, np.inf)
+        found = least_sum(fits, track.crossing.sum(axis=0).astype(np.float64), np.inf)
+        if not np.isfinite(found.value):
+            self.excluded.add(count)
             return None
-        positions, self._least_traffic[count] = found
-        parts = self._as_run([[self.flow.nodes[place] for place in part] for part in positions])
+        self._least_traffic[count] = int(found.value)
+        stages = track.stage_of(found.ends)
+        parts = self._as_run([self._placing.nodes(np.flatnonzero(stages == part)) for part in range(count)])
         chain = MemoryCuts(self._prices.memory.order([[node for part in parts for node in part]]), self._state)
         ends = np.cumsum([len(part) for part in parts])[:-1].tolist()
         return self._fitting(parts, limits, sum(chain.traffic[end] for end in ends), "all cuts of all orders")
@@ -153,13 +158,15 @@ class MemorySearch:
         return tuple(tuple(parts[key]) for key, _ in part_order(self.flow, plan) if isinstance(key, int))
 
     @cached_property
-    def _ideals(self) -> MemoryIdeals:
-        nodes, edges = self.flow.nodes, [(first, then) for first, then in self._problem().edges.tolist()]
+    def _all(self) -> tuple[BorderSet, AdditiveMemory] | None:
+        """All borders of a small graph, if they are few, and what its nodes hold at least."""
+        track = ideal_borders(self._placing, self._prices) if self._size <= _SMALL else None
+        held = self._placing, self._prices.activations, self.optimizer
+        return None if track is None else (track, AdditiveMemory.of(*held))
 
-        def line(order: list[int]) -> MemoryCuts:
-            return MemoryCuts(self._prices.memory.order([[nodes[place] for place in order]]), self._state)
-
-        return MemoryIdeals(self._size, edges, line)
+    @cached_property
+    def _placing(self) -> PlacementModel:
+        return PlacementModel(self.flow, self.demand.prices, [dict.fromkeys(self.flow.nodes, 0.0)])
 
     def at_least(self, count: int) -> int:
         """Return a lower bound on the number of parts: the first that is neither excluded nor short of memory."""
@@ -213,16 +220,12 @@ class MemorySearch:
         flights, chain = self._in_flight(count), self._chain(0)
         if flights is None:
             return None
-        low, high = -1, max(chain.peak(0, self._size, flight) for flight in flights) * 2 + 1
-        if chain.cuts(Limits((high,) * count, flights)) is None:
+        most = max(chain.peak(0, self._size, flight) for flight in flights) * 2 + 1
+        fits = range(most + 1)
+        need = bisect_left(fits, True, key=lambda room: chain.cuts(Limits((room,) * count, flights)) is not None)
+        if need > most:
             return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            if chain.cuts(Limits((middle,) * count, flights)) is None:
-                low = middle
-            else:
-                high = middle
-        return self._planned(count, high)
+        return self._planned(count, need)
 
     def _planned(self, count: int, need: int) -> int | None:
         """Return ``need``, or a little more if message buffers, which cuts leave out, exceed it in each plan."""
@@ -311,132 +314,9 @@ class MemorySearch:
         found = {tuple(range(self._size)): None}
         if 2 * self._size > _WORK:
             return [list(self.flow.nodes)]
-        for order in orders(core_of(self._problem(), np.arange(self._size))):
+        bytes_as_seconds = TransferTimes(np.zeros((2, 2)), np.ones((2, 2)))
+        problem = self._placing.problem([Slot()], bytes_as_seconds)
+        for order in orders(core_of(problem, np.arange(self._size))):
             if (len(found) + 1) * self._size <= _WORK:
                 found[tuple(order.tolist())] = None
         return [[self.flow.nodes[i] for i in order] for order in found]
-
-    def _problem(self) -> Problem:
-        """The graph as a placement problem: values as nets, data and effects as edges."""
-        position = {node: i for i, node in enumerate(self.flow.nodes)}
-        nets: dict[int, list[int]] = {i: [i] for i in range(self._size)}
-        edges = []
-        for node, i in position.items():
-            for read in self.flow.inputs(node):
-                nets[position[read]].append(i)
-                edges.append((position[read], i))
-        for node, before in self.flow.after.items():
-            then = position.get(self.flow.producer(node))
-            first = {position.get(self.flow.producer(b)) for b in before}
-            edges += [(f, then) for f in first if f is not None and then is not None and f != then]
-        prices = self._prices.memory.activations
-        sizes = [sum(prices.nbytes[s] for s in prices.values.get(node, ())) for node in position]
-        crossing = [(float(sizes[i]), tuple(pins)) for i, pins in nets.items() if len(pins) > 1]
-        return Problem.of(np.zeros((1, self._size)), crossing, edges, [Slot()])
-
-
-# Cuts for memory over all orders of a small graph: each part ends at an *ideal*, closed under predecessors.
-#
-# What a part holds depends only on its nodes and on what it takes and gives, that is, on the ideals at its two ends. A
-# graph that is nearly a chain has few ideals, so that all steps from one to the next can be tried.
-#
-# For the first k parts, over the differences of two ideals that fit the k-th device::
-#
-#     traffic[0, nothing] = 0
-#     traffic[k, B] = min over ideals A within B of traffic[k - 1, A] + bytes that cross at B
-
-
-_MOST_ASKED = 4_000  # parts whose memory is asked for
-
-Ideal = int
-"""The positions of its nodes, as bits."""
-
-
-class TooManyPartsError(Exception):
-    """The graph has more possible parts than the search can ask about."""
-
-
-class MemoryIdeals:
-    """The possible parts of one graph, by the ideals at their ends.
-
-    Args:
-        size: the number of nodes.
-        edges: pairs of positions (first, then).
-        line: makes the memory of a topological order, given by the positions of its nodes.
-    """
-
-    def __init__(self, size: int, edges: Sequence[tuple[int, int]], line: Callable[[list[int]], MemoryCuts]) -> None:
-        self._size, self._edges, self._line, self._whole = size, edges, line, (1 << size) - 1
-        self._sums: dict[tuple[Ideal, Ideal], tuple[tuple[int, int], tuple[int, int]]] = {}
-        self._traffic: dict[Ideal, int] = {}
-
-    def best(self, limits: Limits) -> tuple[list[list[int]], int] | None:
-        """Return the positions of the nodes of each part, and the traffic; None if no parts fit in any order.
-
-        Raises:
-            TooManyPartsError: the graph is too large to tell.
-        """
-        reached: dict[Ideal, int] = {0: 0}
-        steps: list[dict[Ideal, Ideal]] = []
-        for part, (memory, flights) in enumerate(zip(limits.memory, limits.flights, strict=True)):
-            reached, came = self._step(reached, memory, flights, last=part + 1 == len(limits.memory))
-            steps.append(came)
-        if self._whole not in reached:
-            return None
-        ends = [self._whole]
-        for came in reversed(steps):
-            ends.append(came[ends[-1]])
-        parts = [_positions(end & ~start) for end, start in pairwise(ends)]
-        return parts[::-1], reached[self._whole]
-
-    def _step(
-        self, reached: dict[Ideal, int], memory: int, flights: int, *, last: bool
-    ) -> tuple[dict[Ideal, int], dict[Ideal, Ideal]]:
-        """Run one step of the dynamic program: from the possible ends of one part to those of the next, with traffic
-        and starts.
-        """
-        after: dict[Ideal, int] = {}
-        came: dict[Ideal, Ideal] = {}
-        for start, crossed in reached.items():
-            too_much: list[Ideal] = []
-            for end in [self._whole] if last else self._ideals:
-                if end == start or start & ~end or any(not more & ~end for more in too_much):
-                    continue
-                least, peak = ((once + flights * saved) for once, saved in self._held(start, end))
-                if least > memory:
-                    too_much.append(end)  # whatever has these nodes and more holds no less
-                elif peak <= memory:
-                    cost = crossed + self._traffic[end]
-                    if cost < after.get(end, cost + 1):
-                        after[end], came[end] = cost, start
-        return after, came
-
-    def _held(self, start: Ideal, end: Ideal) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the lower bound for parts with these nodes, and this part's bytes: fixed, and per microbatch."""
-        if (start, end) not in self._sums:
-            if len(self._sums) >= _MOST_ASKED:
-                raise TooManyPartsError
-            own = _positions(end & ~start)
-            cuts = self._line([*_positions(start), *own, *_positions(self._whole & ~end)])
-            first = start.bit_count()
-            held = (self._sums_of(ask, first, first + len(own)) for ask in (cuts.least, cuts.peak))
-            self._sums[start, end] = next(held), next(held)
-            self._traffic.setdefault(end, cuts.traffic[first + len(own)] if end != self._whole else 0)
-        return self._sums[start, end]
-
-    @staticmethod
-    def _sums_of(ask: Callable[[int, int, int], int], start: int, end: int) -> tuple[int, int]:
-        once = ask(start, end, 0)
-        return once, ask(start, end, 1) - once
-
-    @cached_property
-    def _ideals(self) -> list[Ideal]:
-        """Return all ideals, from the smallest to the largest."""
-        if (found := border_ideals(self._size, self._edges)) is None:
-            raise TooManyPartsError
-        return sorted(found, key=lambda ideal: (ideal.bit_count(), ideal))
-
-
-def _positions(ideal: Ideal) -> list[int]:
-    """Return the nodes of an ideal, or of the difference of two."""
-    return [place for place in range(ideal.bit_length()) if ideal >> place & 1]

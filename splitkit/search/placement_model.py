@@ -241,6 +241,10 @@ class PlacementModel:
         found: Floats = crossing_values(self.flow, self._costs, self.nodes(order))[:, self.places(order)]
         return found
 
+    def sums(self, of_nodes: Mapping[Node, int]) -> Ints:
+        """Return (n,) the sum over the nodes of each unit; what no number is given for counts nothing."""
+        return np.array([sum(of_nodes.get(n, 0) for n in members) for members in self.members], np.int64)
+
     def nodes(self, order: Ints) -> list[Node]:
         """Return the nodes of the units, one unit after the other."""
         return [node for unit in order.tolist() for node in self.members[unit]]

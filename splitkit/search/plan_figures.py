@@ -29,7 +29,6 @@ from splitkit.prices import unit_of
 from splitkit.search.device_search import DeviceRequest
 from splitkit.search.placement_model import PlacementModel
 from splitkit.search.request import StageRequest, with_all_reduce
-from splitkit.units import duration, size
 
 
 @dataclass(frozen=True)
@@ -314,46 +313,7 @@ def _cache(flow: Dataflow, request: PlanRequest) -> Mapping[Node, int]:
     return {node: request.tokens * nbytes for node, nbytes in known.items()}
 
 
-# One score for the plans of any policy: whether they fit, and their bottleneck, simulated step, peak and traffic.
-
-
-@dataclass(frozen=True)
-class Score:
-    """The score of a plan.
-
-    Attributes:
-        parts: the number of parts; visits of one device count as one.
-        visits: whether a device is visited several times.
-        load: seconds of the bottleneck part, with its transfers.
-        limiting: the bottleneck part.
-        step: seconds of the simulated step; 0 without a schedule.
-        peak: peak bytes of the rank that holds the most; 0 where neither schedule nor memory is given.
-        missing: the most bytes that a rank lacks; 0 if the plan fits.
-        traffic: bytes that cross, each value once for each part that reads it.
-        unit: the unit of the times.
-    """
-
-    parts: int
-    visits: bool
-    load: float
-    limiting: PartKey
-    step: float = 0.0
-    peak: int = 0
-    missing: int = 0
-    traffic: int = 0
-    unit: str = "s"
-
-    @property
-    def ties(self) -> tuple[float, int, int]:
-        """Return what decides between equal loads; the smallest wins."""
-        return self.step, self.peak, self.traffic
-
-    def __str__(self) -> str:
-        words = [duration(self.load, self.unit)]
-        words += [f"step {duration(self.step, self.unit)}"] if self.step else []
-        words += [f"peak {size(self.peak)}"] if self.peak else []
-        words += [f"{size(self.missing)} too much"] if self.missing else []
-        return ", ".join(words)
+# One measure for the plans of any policy: whether they fit, and their bottleneck, simulated step, peak and traffic.
 
 
 @dataclass(frozen=True, eq=False)
@@ -369,8 +329,9 @@ class Scoring:
 
     demand: StageRequest
 
-    def of(self, plan: Plan) -> Score:
-        """Return the score of a plan that gives every node a part.
+    def of(self, plan: Plan) -> StageFigures:
+        """Return the figures of a plan that gives every node a part; without bytes if neither schedule nor memory is
+        given.
 
         Raises:
             PlanError: SK209 when it does not; SK203 when parts depend on each other in a cycle.
@@ -391,24 +352,18 @@ class Scoring:
                 f"parts {twice} ... are visits to one device, which no schedule runs",
                 "Use one part per device.",
             )
-        pricing = StagePricing(demand, visits=visits)
-        figures, memory = pricing.figures(plan), demand.memory
-        peaks = () if demand.schedule is None and memory is None else figures.peaks
-        if isinstance(memory, Sequence) and not isinstance(memory, str) and len(memory) != len(peaks):
+        figures, memory = StagePricing(demand, visits=visits).figures(plan), demand.memory
+        if demand.schedule is None and memory is None:
+            return replace(figures, held=())
+        if isinstance(memory, Sequence) and not isinstance(memory, str) and len(memory) != len(figures.held):
             raise NoPlanError(
-                "SK303", f"memory is given for {len(memory)} ranks, the plan has {len(peaks)}", "Give one size."
+                "SK303", f"memory is given for {len(memory)} ranks, the plan has {len(figures.held)}", "Give one size."
             )
-        return Score(
-            parts=len(figures.loads),
-            visits=visits,
-            load=figures.value,
-            limiting=figures.limiting,
-            step=figures.step or 0.0,
-            peak=max(peaks, default=0),
-            missing=0 if memory is None else pricing.excess(figures),
-            traffic=figures.traffic,
-            unit=unit_of(demand.costs),
-        )
+        return figures
+
+    def missing(self, figures: StageFigures) -> int:
+        """Return the most bytes that a rank lacks; 0 if the plan fits."""
+        return StagePricing(self.demand).excess(figures)
 
     def least(self, parts: int) -> float:
         """Return a lower bound on the bottleneck of ``parts`` ranks: a fair share of the work, or one whole node."""

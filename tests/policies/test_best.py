@@ -96,14 +96,16 @@ def test_loads_are_work_and_each_value_once_for_each_part():
     flow = sk.analyze(gm)
     scoring = Scoring(StageRequest(None, flow, TIMES, links=WIRE))
     score = scoring.of(Plan.of(dict(zip(flow.nodes, (0, 1, 1, 2), strict=True))))
-    assert (score.load, score.limiting, score.parts) == (7.0, 1, 3), "5 of work, 2 to receive one value, twice read"
+    assert (score.value, score.limiting, len(score.loads)) == (7.0, 1, 3), (
+        "5 of work, 2 to receive one value, twice read"
+    )
     assert score.traffic == 20
     copied = Plan.of(dict(zip(flow.nodes, ([0, 1], 1, 1, 2), strict=True)))
-    assert scoring.of(copied).load == 6.0 and scoring.of(copied).traffic == 10, "a copy costs its work, and no link"
+    assert scoring.of(copied).value == 6.0 and scoring.of(copied).traffic == 10, "a copy costs its work, and no link"
     slow = Links(pairs={(i, j): Link(10.0, 1.0 + 5 * (j == 2)) for i in range(3) for j in range(3) if i != j})
     given = Plan.of(dict(zip(flow.nodes, (0, 1, 1, 2), strict=True)))
     sending = Scoring(StageRequest(None, flow, TIMES, links=slow)).of(given)
-    assert (sending.load, sending.limiting) == (11.0, 2), "4 of work, 7 over its link; part 0: 1 and the slowest, 7"
+    assert (sending.value, sending.limiting) == (11.0, 2), "4 of work, 7 over its link; part 0: 1 and the slowest, 7"
 
 
 def test_visits_of_one_device_are_one_load():
@@ -241,7 +243,7 @@ def test_no_convex_parts_are_below_the_bound(seed):
     for choice in itertools.product((0, 1), repeat=6):
         stage = dict(zip(flow.nodes, choice, strict=True))
         if len({*choice}) == 2 and all(stage[r] <= stage[n] for n in flow.nodes for r in flow.inputs(n)):
-            least = min(least, scoring.of(Plan.of(stage)).load)
+            least = min(least, scoring.of(Plan.of(stage)).value)
     assert plan.claim.bound <= least * (1 + 1e-9)
     assert plan.claim.value == pytest.approx(least), "Stages is exact"
 
@@ -279,8 +281,8 @@ def test_what_exceeds_the_memory_is_out(net):
     costs, flow = sk.costs.unit(net), sk.analyze(net)
     plans = {name: Expert(counts).assign(flow, costs) for name, counts in (("even", [3, 3]), ("late", [5, 1]))}
     scoring = Scoring(StageRequest(None, flow, costs, memory=10**9))
-    peaks = {name: scoring.of(plan).peak for name, plan in plans.items()}
-    loads = {name: scoring.of(plan).load for name, plan in plans.items()}
+    peaks = {name: max(scoring.of(plan).peaks) for name, plan in plans.items()}
+    loads = {name: scoring.of(plan).value for name, plan in plans.items()}
     assert peaks["late"] < peaks["even"] and loads["even"] < loads["late"]
     candidates = [plans["even"], plans["late"]]
     assert labels(best(candidates, costs, net)) == labels(plans["even"])
@@ -302,7 +304,7 @@ def test_equal_loads_are_told_apart_by_the_simulated_step(net):
     steps = {name: scoring.of(plan).step for name, plan in (("early", early), ("late", late))}
     whole = Given(tuple(0 for _ in flow.nodes))
     plan = best([late, early, whole], costs, net, schedule="1f1b", microbatches=6)
-    assert plan.claim.value == min(scoring.of(p).load for p in (early, late))
+    assert plan.claim.value == min(scoring.of(p).value for p in (early, late))
     assert steps["early"] != steps["late"] and "step" in plan.note
     same = Scoring(StageRequest(None, flow, costs, schedule="gpipe")).of(early)
     assert same.step > 0 and same.traffic > 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,7 +15,6 @@ from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.search.pipelines.rank_choice import Points, RankChoice, Span
-from splitkit.search.pipelines.stage_frontiers import FrontierPoint
 
 _ROUNDS = 6  # until ranks fit; with 3 to 48, four plans were the same, with 1 a step was 1.6 % longer
 _PRODUCTS = 1000  # combinations of points of all ranks that are sorted
@@ -23,8 +23,9 @@ _VALUES = 60  # of stages in which each value is tried the other way
 
 Moved = tuple[tuple[int, ...], ...]
 """For each stage the storages of its problem that go to the host."""
-Choose = Callable[[Sequence[Span], Sequence[int]], tuple[Points, Moved] | None]
-"""(positions of stages, bytes that each rank leaves free) -> what stages save and move, if that fits."""
+Choose = Callable[[int, Sequence[Span], int], tuple[Points, Moved] | None]
+"""(rank, positions of its stages, bytes that it leaves free) -> what its stages save and move, if that fits."""
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +52,7 @@ class ScoredCuts:
     @property
     def spans(self) -> list[tuple[int, int]]:
         """The positions of each stage."""
-        return list(zip((0, *self.ends[:-1]), self.ends, strict=True))
+        return list(pairwise((0, *self.ends)))
 
 
 class CutScoring:
@@ -78,13 +79,11 @@ class CutScoring:
         return self.tried[key]
 
     def shortfall(self, ends: Sequence[int]) -> int:
-        """Return the total bytes by which ranks exceed their memory if all stages save as little as possible."""
-        spans = list(zip((0, *ends[:-1]), ends, strict=True))
-        lacking = (
-            self.choices.shortfall(rank, [spans[s] for s in load.stages])
-            for rank, load in enumerate(self.choices.loads)
+        """Return the total bytes by which ranks exceed their memory in any case, without messages."""
+        ranks = enumerate(zip(self._spans(ends), self.choices.limits, strict=True))
+        return sum(
+            max(0, self.choices.lean(rank, spans)[0] - limit) for rank, (spans, limit) in ranks if limit is not None
         )
-        return sum(lacking)
 
     def _score(self, ends: tuple[int, ...]) -> ScoredCuts | None:
         found, lacking = self._fitted(ends, self._points), 0.0
@@ -112,7 +111,7 @@ class CutScoring:
 
     def _spans(self, ends: Sequence[int]) -> list[list[Span]]:
         """Return the positions of the stages of each rank."""
-        spans = list(zip((0, *ends[:-1]), ends, strict=True))
+        spans = list(pairwise((0, *ends)))
         return [[spans[stage] for stage in load.stages] for load in self.choices.loads]
 
     def _quickest(
@@ -214,14 +213,14 @@ class CutScoring:
         costs = (self.choices.frontiers.costs(*span, point) for span, point in zip(spans, points, strict=True))
         return sum(c.forward + c.backward for c in costs) * self.order.microbatches
 
-    def _by_stage(self, points: Sequence[Points]) -> Points:
-        found: dict[int, FrontierPoint] = {}
-        for load, own in zip(self.choices.loads, points, strict=True):
+    def _by_stage(self, of_ranks: Sequence[Sequence[_Item]]) -> tuple[_Item, ...]:
+        found: dict[int, _Item] = {}
+        for load, own in zip(self.choices.loads, of_ranks, strict=True):
             found |= zip(load.stages, own, strict=True)
         return tuple(found[stage] for stage in range(len(found)))
 
     def _run(self, ends: tuple[int, ...], points: Points, moved: Moved = ()) -> ScoredCuts:
-        spans = list(zip((0, *ends[:-1]), ends, strict=True))
+        spans = list(pairwise((0, *ends)))
         run = simulate_schedule(self._costs(spans, points, moved), self.order, links=self.links)
         return ScoredCuts(ends, points, run, moved)
 
@@ -235,14 +234,15 @@ class CutScoring:
         return not any(self._over(found))
 
     def _fitted(self, ends: tuple[int, ...], choose: Choose) -> ScoredCuts | None:
-        """Simulate what ``choose`` returns for these stages, given what ranks leave free, until it fits."""
-        spans = list(zip((0, *ends[:-1]), ends, strict=True))
-        reserves = [0] * len(self.order.ranks)
+        """Simulate what ``choose`` returns for each rank, given what it leaves free, until that fits."""
+        ranks, reserves = self._spans(ends), [0] * len(self.order.ranks)
         for _ in range(_ROUNDS):
-            found = choose(spans, reserves)
-            if found is None:
-                return None
-            scored = self._run(ends, *found)
+            found: list[tuple[Points, Moved]] = []
+            for rank, (spans, reserve) in enumerate(zip(ranks, reserves, strict=True)):
+                if (own := choose(rank, spans, reserve)) is None:
+                    return None
+                found.append(own)
+            scored = self._run(ends, *(self._by_stage(each) for each in zip(*found, strict=True)))
             if self.fits(scored):
                 return scored
             over = self._over(scored)
@@ -263,11 +263,6 @@ class CutScoring:
     def _costs(self, spans: Sequence[Span], points: Points, moved: Moved) -> list[StageCosts]:
         return [self.choices.frontiers.costs(*span, point) for span, point in zip(spans, points, strict=True)]
 
-    def _points(self, spans: Sequence[Span], reserves: Sequence[int]) -> tuple[Points, Moved] | None:
-        points: list[Points] = []
-        for rank, load in enumerate(self.choices.loads):
-            found = self.choices.of(rank, [spans[stage] for stage in load.stages], reserves[rank])
-            if found is None:
-                return None
-            points.append(found)
-        return self._by_stage(points), ()
+    def _points(self, rank: int, spans: Sequence[Span], reserve: int) -> tuple[Points, Moved] | None:
+        points = self.choices.of(rank, spans, reserve)
+        return None if points is None else (points, ((),) * len(points))

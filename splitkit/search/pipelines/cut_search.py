@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import combinations, islice, pairwise
 from math import comb
 
 import numpy as np
-from numpy.typing import NDArray
 
 from splitkit.costs import Links
 from splitkit.pipeline.order import PipelineOrder
@@ -29,9 +28,10 @@ from splitkit.search.pipelines.joint_positions import bytes_across
 from splitkit.search.pipelines.rank_choice import RankChoice, rank_loads, warm_up
 from splitkit.search.pipelines.stage_frontiers import StageFrontiers
 from splitkit.search.pipelines.stage_problems import StageProblems
-from splitkit.search.pipelines.step_bound import ProvenStep, SpanHulls, StepBound, fixed_bytes
+from splitkit.search.pipelines.step_bound import Candidates, SpanHulls, StepBound, fixed_bytes
 from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.solvers.line.path_bound import LineCuts, first_wait, least_path, least_sum, nearest_cuts
+from splitkit.training.choices import Floats, Ints
 
 # Tables of stage times over pairs of cuts, for pipelines with one stage on each rank: bounds first, exact where asked.
 #
@@ -117,8 +117,7 @@ class CutTimes:
 
     def settled(self, ends: Sequence[int]) -> bool:
         """Make the entries of a plan exact; return whether they were."""
-        starts = (0, *ends[:-1])
-        stages = list(zip(range(len(ends)), starts, ends, strict=True))
+        stages = list(_stages(ends))
         if all(self.known[each] for each in stages):
             return True
         for each in stages:
@@ -129,9 +128,6 @@ class CutTimes:
 _RANGES = 60  # shares of what may run in forward or backward that are simulated for a bound
 _SMALL = 150  # ops of a stage for which an integer program is solved
 
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 _CUTS = 200  # the most positions of cuts that are looked at
 _LIMITS = 12  # limits on the slowest stage that are tried
@@ -145,27 +141,6 @@ _RELAXED = 6  # candidates that the bound found
 _STARTS = 3  # candidates from which a local search starts
 
 
-@dataclass(frozen=True, eq=False)
-class FoundCuts:
-    """The best cuts that were found.
-
-    Attributes:
-        best: the cuts; ``None`` if none fit.
-        bound: a lower bound on the step of all cuts that were looked at; infinite if none can fit.
-        cuts: how many positions were looked at, of how many.
-        tried: how many candidates were simulated.
-        classes: how many frontiers were computed.
-        path: whether the bound comes from the dynamic program for one stage on each rank.
-    """
-
-    best: ScoredCuts | None
-    bound: float
-    cuts: tuple[int, int]
-    tried: int
-    classes: int
-    path: bool
-
-
 class CutSearch:
     """A search for one graph, schedule and memory.
 
@@ -175,6 +150,7 @@ class CutSearch:
         links: the links between ranks.
         limits: the bytes of each rank.
         cuts: the positions that are looked at, with 0 and the end; there must be enough of them for the stages.
+        single: whether each rank has one stage, so that the bound comes from a dynamic program.
     """
 
     def __init__(
@@ -193,16 +169,18 @@ class CutSearch:
         self.single = order.rank_of == tuple(range(self.stages))
         self._time = self.problems.seconds[self.cuts]
 
-    def run(self) -> FoundCuts:
-        """Search, and prove a bound."""
+    def run(self) -> tuple[ScoredCuts | None, float]:
+        """Return the best cuts found, ``None`` if none fit, and a lower bound on the step of all cuts that were looked
+        at, infinite if none can fit.
+        """
         seeds = dict.fromkeys(self.seeds())
         known = self._fitting(seeds)
         if self.single:
             bound = self.bound()
         else:
-            proven = self.proven(seeds, min((s.seconds for s in known), default=np.inf))
-            bound = max(proven.seconds, self._average_bound())
-            candidates = dict.fromkeys([*proven.cuts[:_RELAXED], *seeds])
+            proven, near = self.proven(seeds, min((s.seconds for s in known), default=np.inf))
+            bound = max(proven, self._average_bound())
+            candidates = dict.fromkeys([*near[:_RELAXED], *seeds])
             known = self._fitting(candidates)
             if len(known) < len(candidates):
                 known += [s for ends in list(candidates)[:2] if (s := self.repaired(ends)) is not None]
@@ -210,7 +188,7 @@ class CutSearch:
         if self.few:
             least, best = self.all_cuts(best, self.scoring)
             bound = max(bound, least)
-        return FoundCuts(best, bound, self.looked_at, len(self.scoring.tried), self.frontiers.classes, self.single)
+        return best, bound
 
     def _lean_ones(self) -> list[ScoredCuts]:
         """Return the cuts with the lowest peak if they fit: what a refusal names is found with more memory, too."""
@@ -242,9 +220,9 @@ class CutSearch:
         """
         if self.single:
             return max(self._path_bound(self._times), self._average_bound())
-        return max(self.proven(dict.fromkeys(self.seeds()), below).seconds, self._average_bound())
+        return max(self.proven(dict.fromkeys(self.seeds()), below)[0], self._average_bound())
 
-    def proven(self, seeds: Iterable[tuple[int, ...]], below: float) -> ProvenStep:
+    def proven(self, seeds: Iterable[tuple[int, ...]], below: float) -> tuple[float, Candidates]:
         """Return the bound for any order of actions, with candidates; arguments as for `StepBound.run`."""
         return StepBound(self.choices, self.order, self.links, self.cuts).run(seeds, below)
 
@@ -323,7 +301,7 @@ class CutSearch:
             ends: the cuts.
             enough: look for a sharper bound, up to this.
         """
-        spans, exact = list(zip((0, *ends[:-1]), ends, strict=True)), enough is not None
+        spans, exact = list(pairwise((0, *ends))), enough is not None
         costs: list[StageCosts] = [StageCosts(0.0, 0.0)] * len(spans)
         for rank, load in enumerate(self.choices.loads):
             fixed = sum(self.choices.fixed(spans[stage]) for stage in load.stages)
@@ -387,7 +365,7 @@ class CutSearch:
         times = np.broadcast_to(table, (self.stages, size, size))
         zero = np.zeros(size)
         slowest = least_path(times, zero, 1_000_000)
-        most = max(table[a, b] for a, b in zip((0, *slowest.ends[:-1]), slowest.ends, strict=True))
+        most = max(table[pair] for pair in pairwise((0, *slowest.ends)))
         yield least_sum(times, self._link_seconds(), most * (1 + 1e-9)).ends
         if not self.single:
             yield self._by_rank()

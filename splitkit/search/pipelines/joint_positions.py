@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.fx import Node
 
 from splitkit.graph.joint_marks import forward_owners
@@ -26,13 +25,11 @@ from splitkit.pipeline.run import ScheduleRun
 from splitkit.plans.parts import Part, PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune
-from splitkit.training.choices import Choice
+from splitkit.training.choices import Choice, Ints
 from splitkit.training.emission_order import EmissionOrder
 from splitkit.training.flow import FORWARD, JointFlow, output_nodes, save_all_plan
 from splitkit.training.stage_parts import StagePart
 from splitkit.training.stage_plan import terms_and_sums
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

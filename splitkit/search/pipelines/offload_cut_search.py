@@ -11,6 +11,7 @@ all plans that take at most z: the step that was found.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -25,7 +26,7 @@ from splitkit.costs.links import HostLink
 from splitkit.pipeline.order import PipelineOrder, StageCopies, suffix_sums
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.search.pipelines.cut_scoring import CutScoring, Moved, ScoredCuts
-from splitkit.search.pipelines.cut_search import CutSearch, FoundCuts
+from splitkit.search.pipelines.cut_search import CutSearch
 from splitkit.search.pipelines.rank_choice import (
     Points,
     RankChoice,
@@ -72,34 +73,21 @@ class OffloadScoring(CutScoring):
         if best is not None and not any(point.seconds for point in best.points):
             return best
         for share in _SHARES:
-            found = self._fitted(ends, partial(self._offloaded, share))
+            found = self._fitted(ends, partial(self._choose, share))
             if found is not None and (best is None or found.seconds < best.seconds):
                 best = found
         return best
 
-    def _offloaded(
-        self, share: float | None, spans: Sequence[Span], reserves: Sequence[int]
-    ) -> tuple[Points, Moved] | None:
-        points: dict[int, FrontierPoint] = {}
-        moved: dict[int, tuple[int, ...]] = {}
-        for rank, load in enumerate(self.choices.loads):
-            found = self._choose(rank, [spans[stage] for stage in load.stages], share, reserves[rank])
-            if found is None:
-                return None
-            points |= zip(load.stages, found[0], strict=True)
-            moved |= zip(load.stages, found[1], strict=True)
-        return tuple(points[s] for s in range(len(spans))), tuple(moved[s] for s in range(len(spans)))
-
     def _choose(
-        self, rank: int, spans: Sequence[Span], share: float | None, reserve: int = 0
+        self, share: float | None, rank: int, spans: Sequence[Span], reserve: int
     ) -> tuple[Points, Moved] | None:
         """Return the points of a rank's stages, and the storages that each moves; ``None`` if it does not fit.
 
         Args:
-            rank: the rank.
-            spans: the positions of its stages.
             share: the share of its time in which the link may be busy; ``None``: stages recompute as little as they
                 can, and the largest values are offloaded until the rest fits, however long that takes.
+            rank: the rank.
+            spans: the positions of its stages.
             reserve: bytes that are left free, for messages.
         """
         found = [self.choices.frontiers.of(*span) for span in spans]
@@ -180,27 +168,28 @@ class OffloadCutSearch(CutSearch):
         self.transfers = transfers
         self.scoring: OffloadScoring = OffloadScoring(self.choices, order, links, transfers)
 
-    def run(self) -> FoundCuts:
-        """Search, and prove a bound."""
+    def run(self) -> tuple[ScoredCuts | None, float]:
+        """Return what `CutSearch.run` does, for plans that may offload."""
         plain = CutSearch(self.frontiers, self.order, self.links, self.limits)
-        alone = plain.run()
+        alone, bound = plain.run()
         if all(limit is None for limit in self.limits):
-            return alone
+            self.scoring.tried |= plain.scoring.tried
+            return alone, bound
         pace = float(self.problems.seconds[-1]) * self.order.microbatches / len(self.order.ranks)
         place = {int(cut): number for number, cut in enumerate(self.cuts)}
         seeds = CutSearch(self.frontiers, self.order, self.links, self._relaxed(pace)).seeds()
-        if alone.best is not None:
-            seeds.append(tuple(place[end] for end in alone.best.ends))
+        if alone is not None:
+            seeds.append(tuple(place[end] for end in alone.ends))
         fitting = self._fitting(dict.fromkeys(seeds)) or self._fitting(self._tight())
-        best = self.local(fitting or ([] if alone.best is None else [alone.best]) or self._lean_ones())
+        best = self.local(fitting or ([] if alone is None else [alone]) or self._lean_ones())
         if best is None:
-            return FoundCuts(None, 0.0, self.looked_at, len(self.scoring.tried), self.frontiers.classes, self.single)
+            return None, 0.0
         relaxed = CutSearch(self.frontiers, self.order, self.links, self._relaxed(best.seconds))
         bound = relaxed.bound(best.seconds)
         if self.few:
             least, found = relaxed.all_cuts(best, self.scoring)
             bound, best = max(bound, least), found or best
-        return FoundCuts(best, bound, self.looked_at, len(self.scoring.tried), self.frontiers.classes, self.single)
+        return best, bound
 
     @cached_property
     def smallest(self) -> ScoredCuts:
@@ -270,12 +259,9 @@ class _Order:
 
     def chosen(self) -> tuple[Points, Moved]:
         """Return the choice with the shortest beginning of the order that is enough."""
-        low, high = 0, len(self.order)  # a longer beginning frees more
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._over(middle) <= 0 else (middle + 1, high)
+        count = bisect_left(range(len(self.order)), True, key=lambda count: self._over(count) <= 0)
         moved: list[list[int]] = [[] for _ in self.points]
-        for stage, storage in self.order[:high]:
+        for stage, storage in self.order[:count]:
             moved[stage].append(storage)
         return self.points, tuple(tuple(sorted(own)) for own in moved)
 

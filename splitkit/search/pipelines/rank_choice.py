@@ -8,7 +8,6 @@ from itertools import product
 from math import prod
 
 import numpy as np
-from numpy.typing import NDArray
 
 from splitkit.pipeline.order import (
     BACKWARD,
@@ -21,6 +20,7 @@ from splitkit.pipeline.order import (
 )
 from splitkit.pipeline.stage_prices import STATE_OF
 from splitkit.search.pipelines.stage_frontiers import FrontierPoint, StageFrontier, StageFrontiers
+from splitkit.training.choices import Ints
 
 Span = tuple[int, int]
 Points = tuple[FrontierPoint, ...]
@@ -55,16 +55,6 @@ class RankChoice:
         if key not in self._known:
             self._known[key] = self._choose(rank, spans, reserve)
         return self._known[key]
-
-    def shortfall(self, rank: int, spans: Sequence[Span]) -> int:
-        """Return the bytes by which a rank exceeds its limit, if any, when its stages save as little as possible."""
-        limit = self.limits[rank]
-        if limit is None:
-            return 0
-        found = [self.frontiers.of(*span) for span in spans]
-        held = self._held(rank, spans, limit)
-        ends = tuple(point for f in found if (point := f.within(f.problem.held + f.least_saved)) is not None)
-        return max(0, held.excess(ends))
 
     def fixed(self, span: Span) -> int:
         """Return the bytes of weights, gradients and optimizer of a stage."""
@@ -243,9 +233,6 @@ def freed_rate(corners: Sequence[FrontierPoint], at: int, count: int) -> float:
 #
 # The order of a rank's actions says what it holds after each, whatever their times: so many microbatches of a stage
 # between forward and backward, and so many between the input part and the weight part.
-
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)

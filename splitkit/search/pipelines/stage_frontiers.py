@@ -12,16 +12,13 @@ from functools import cached_property, partial
 from itertools import product
 
 import numpy as np
-from numpy.typing import NDArray
 
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.search.pipelines.stage_problems import StageProblem, StageProblems
 from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.solvers.recompute import Limit, Program, RecomputeProblem
-from splitkit.training.choices import Choice, Savings
+from splitkit.training.choices import Bools, Choice, Ints, Savings
 
-Bools = NDArray[np.bool_]
-Ints = NDArray[np.int64]
 _EXACT = 1e-9  # the relative gap of integer programs
 _SMALL = 8  # values of a stage of which all subsets are looked at
 
@@ -80,11 +77,6 @@ class StageFrontier:
         self._add(self._hull.around(most))
         fits = [choice for nbytes, choice in self._choices.items() if nbytes <= most]
         return self._point(min(fits, key=lambda choice: (choice.seconds, choice.nbytes))) if fits else None
-
-    @property
-    def least_saved(self) -> int:
-        """The fewest bytes that a stage can save of a microbatch, beyond what it holds in any case."""
-        return self._hull.known[0].first
 
     def corners(self) -> list[FrontierPoint]:
         """Return the points at the corners of the hull, by rising recompute time."""
@@ -182,11 +174,6 @@ class StageFrontiers:
         self._classes: dict[Hashable, StageFrontier] = {}
         self._known: dict[tuple[int, int], tuple[StageProblem, StageFrontier]] = {}
         self._costs: dict[tuple[int, int, FrontierPoint], StageCosts] = {}
-
-    @property
-    def classes(self) -> int:
-        """The number of classes so far."""
-        return len(self._classes)
 
     def of(self, start: int, end: int) -> StageFrontier:
         """Return the frontier of a stage."""

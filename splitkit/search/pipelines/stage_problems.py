@@ -19,7 +19,6 @@ from functools import cached_property, reduce
 from operator import add
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.fx import Node
 
 from splitkit.costs import Costs
@@ -28,7 +27,7 @@ from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import STATE_OF
 from splitkit.prices import Optimizer, unit_of
 from splitkit.search.pipelines.joint_positions import JointPositions, StageMembers, bytes_across, trained_inputs
-from splitkit.training.choices import Choice, Savings, savings
+from splitkit.training.choices import Bools, Choice, Floats, Ints, Savings, savings
 from splitkit.training.flow import output_nodes
 from splitkit.training.peaks import Peaks
 
@@ -64,7 +63,14 @@ class StageProblem:
 
 
 class StageBackward:
-    """The two parts of backward of all stages of a joint graph."""
+    """The two parts of backward of all stages of a joint graph.
+
+    Attributes:
+        at: (n,) the position of each node of backward.
+        reach: (n,) the lowest position to which its value leads. A node is in the weight part of each stage that starts
+            there or before and contains its position.
+        numbers: (n,) the number of its op.
+    """
 
     def __init__(self, members: StageMembers) -> None:
         self.members, positions = members, members.positions
@@ -77,19 +83,12 @@ class StageBackward:
             readers = [reach[r] for r in positions.readers(node) if r in reach and r not in positions.ties]
             reach[node] = min([place[node], *readers])
         self._nodes = nodes
-        self._at = np.array([place[n] for n in nodes], np.int64)
-        self._reach = np.array([reach[n] for n in nodes], np.int64)
-        self._numbers = np.array([members.order.number[n] for n in nodes], np.int64)
+        self.at = np.array([place[n] for n in nodes], np.int64)
+        self.reach = np.array([reach[n] for n in nodes], np.int64)
+        self.numbers = np.array([members.order.number[n] for n in nodes], np.int64)
 
     def _weights(self, start: int, end: int) -> np.ndarray:
-        return np.flatnonzero((self._at >= start) & (self._at < end) & (self._reach >= start))
-
-    def nodes_of_backward(self) -> tuple[Ints, Ints, Ints]:
-        """Return (n,) position, reach and number of all nodes of backward.
-
-        A node is in the weight part of each stage that starts at its reach or before and contains its position.
-        """
-        return self._at, self._reach, self._numbers
+        return np.flatnonzero((self.at >= start) & (self.at < end) & (self.reach >= start))
 
     def reads_of_backward(self) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints]:
         """Return (r,) arrays, one entry for each storage that a node of backward reads.
@@ -98,7 +97,7 @@ class StageBackward:
         forward makes it.
         """
         flow, place = self.positions.flow, self.positions.place
-        reach = dict(zip(self._nodes, self._reach.tolist(), strict=True))
+        reach = dict(zip(self._nodes, self.reach.tolist(), strict=True))
         rows = [
             (place[node], reach[node], root, flow.storages.nbytes[root], place.get(maker, -1), reach.get(maker, -1))
             for node in self._nodes
@@ -109,13 +108,9 @@ class StageBackward:
         at, own, root, nbytes, made, makers = np.array(rows, np.int64).reshape(-1, 6).T
         return at, own, root, nbytes, made, makers
 
-    def weight_nodes(self, start: int, end: int) -> list[Node]:
-        """Return the nodes of the weight part of a stage that is not the first."""
-        return [self._nodes[i] for i in self._weights(start, end).tolist()]
-
     def weights(self, start: int, end: int) -> frozenset[int]:
         """Return the numbers of the ops that a stage runs in its weight part if it computes them in backward."""
-        return frozenset(self._numbers[self._weights(start, end) if start else self._at < end].tolist())
+        return frozenset(self.numbers[self._weights(start, end) if start else self.at < end].tolist())
 
     def waiting(self, start: int, end: int, received: int) -> int:
         """Return the bytes that wait for the weight part: the storages that it reads and does not make.
@@ -126,7 +121,7 @@ class StageBackward:
             received: bytes that the stage received, which are held to the end of its backward.
         """
         flow = self.positions.flow
-        weights = self.weight_nodes(start, end)
+        weights = [self._nodes[i] for i in self._weights(start, end).tolist()]
         own = set(weights)
         reads = {r for node in weights for r in node.all_input_nodes if flow.producer(r) not in own}
         place = self.positions.place
@@ -135,9 +130,6 @@ class StageBackward:
         return received + sum(flow.storages.nbytes[root] for root in roots)
 
 
-Bools = NDArray[np.bool_]
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 _NEVER = np.iinfo(np.int64).max // 2
 
 

@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from splitkit.costs import Links
 from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, PipelineOrder
@@ -40,6 +39,7 @@ from splitkit.search.pipelines.stage_problems import StageProblems
 from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.solvers.line.column_bound import CutMaster, DualWeights, StageColumn
 from splitkit.solvers.line.path_bound import least_sum, nearest_cuts
+from splitkit.training.choices import Floats, Ints
 
 # Tables over pairs of cuts: what a stage between two cuts takes at least, whatever it saves.
 #
@@ -75,8 +75,8 @@ class SpanTables:
         self.temporary = self._temporary()
 
     def _weights(self, backward: Floats) -> Floats:
-        at, reach, number = self.problems.halves.nodes_of_backward()
-        seconds = self.problems.in_backward[number]
+        at, reach = self.problems.halves.at, self.problems.halves.reach
+        seconds = self.problems.in_backward[self.problems.halves.numbers]
         found = np.zeros((len(self.cuts), len(self.cuts)))
         for i, start in enumerate(self.cuts.tolist()):
             inside = (at >= start) & (reach >= start)
@@ -151,9 +151,6 @@ def _before(at: Ints, values: Floats, cuts: Ints) -> Floats:
     return np.asarray(sums[np.searchsorted(at[order], cuts, side="left")])
 
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-
 _ROUNDS = 60  # of columns
 _WIDTHS = 5  # pieces of 1, 2, 4 ... cuts
 _SETTLED = 3  # rounds of a dynamic program in which entries become exact
@@ -163,19 +160,7 @@ _LITTLE, _PATIENCE = 5e-4, 8  # relative: after so many rounds that raise the bo
 _SMOOTH = 0.5  # of the way from the best weights to the linear program's
 _LONGER = 1e-6  # relative: a new path must be longer than the program's longest by more than this
 _F, _I, _W, _ON, _BACK = range(5)
-
-
-@dataclass(frozen=True, eq=False)
-class ProvenStep:
-    """A lower bound.
-
-    Attributes:
-        seconds: no plan takes less.
-        cuts: good candidates: cuts near the mean of mixtures, the best mixture first.
-    """
-
-    seconds: float
-    cuts: tuple[tuple[int, ...], ...]
+Candidates = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,8 +193,8 @@ class StepBound:
         self._settled: list[dict[tuple[int, int], None]] = [{} for _ in range(self.stages)]
         self._outside = np.where(np.arange(len(cuts))[:, None] < np.arange(len(cuts))[None, :], 0.0, np.inf)
 
-    def run(self, seeds: Iterable[Sequence[int]], below: float = np.inf) -> ProvenStep:
-        """Return the bound.
+    def run(self, seeds: Iterable[Sequence[int]], below: float = np.inf) -> tuple[float, Candidates]:
+        """Return the bound, and good candidates: cuts near the mean of mixtures, the best mixture first.
 
         Args:
             seeds: the ends of the stages of some plans, as numbers of cuts: one at least.
@@ -241,7 +226,7 @@ class StepBound:
                 break
             if best >= dual.value * (1 - _CLOSE) or number >= last + _PATIENCE:
                 break
-        return ProvenStep(min(best, below), tuple(found))
+        return min(best, below), tuple(found)
 
     def _even_weights(self) -> DualWeights:
         """Return the mean of the paths that follow one rank from its first action to its last."""

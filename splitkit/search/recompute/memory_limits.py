@@ -15,6 +15,7 @@ off good plans.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 import numpy as np
 from torch.fx import Node
@@ -68,15 +69,8 @@ class MomentLimits:
     def limits(self, choice: Choice, trace: PeakTrace, budget: int) -> Iterator[Limit]:
         """Return limits that the choice exceeds, at the moments of its run that are furthest over the budget."""
         spans = _Spans(self, choice, trace)
-        over = trace.timeline - budget
-        width = max(1, len(over) // _APART)
-        for _ in range(_AT_ONCE):
-            step = int(over.argmax())
-            if over[step] <= 0:
-                return
+        for step in islice(furthest(trace.timeline - budget, _APART), _AT_ONCE):
             yield spans.limit(step, budget)
-            # Much the same storages are there at the steps around, so that a limit of theirs would say the same.
-            over[max(0, step - width) : step + width + 1] = 0
 
 
 class _Spans:
@@ -221,22 +215,34 @@ class MemoryFloors:
     def over(self, saved: Floats, budget: int) -> Iterator[Limit]:
         """The limits that what is saved exceeds, the furthest first, a few; ``saved``: (k,), a fraction of each."""
         nothing = np.zeros(len(self.savings.ops), dtype=np.int64)
-        change = np.zeros(len(self.least) + 2, dtype=np.int64)
         # a little less than the fractions that HiGHS gives, which are right to 1e-6: else a limit that it keeps to, as
         # far as it can tell, would be added again and again
         taken = np.floor(saved * (1 - 1e-6) * self.savings.nbytes).astype(np.int64)
         if self.between + int(taken[self.handed > 0].sum()) > budget:
             yield Limit(nothing, self.handed, budget - self.between)
-        _add(change, self.since, self.until, taken)
-        over = self.least + np.cumsum(change)[: len(self.least)] - budget
-        width = max(1, len(over) // _APART)
-        for _ in range(_AT_ONCE):
-            moment = int(over.argmax())
-            if over[moment] <= 0:
-                return
+        over = self.least + alive(len(self.least), self.since, self.until, taken) - budget
+        for moment in islice(furthest(over, _APART), _AT_ONCE):
             there = (self.since <= moment) & (moment <= self.until)
             yield Limit(nothing, np.where(there, self.savings.nbytes, 0), budget - int(self.least[moment]))
-            over[max(0, moment - width) : moment + width + 1] = 0
+
+
+def furthest(over: Ints | Floats, apart: int, above: float = 0.0) -> Iterator[int]:
+    """Yield the moments that are furthest over, of as many parts of the run one each at most.
+
+    Much the same storages are there at the moments around one, so that a limit of theirs would say the same.
+    """
+    width = max(1, len(over) // apart)
+    while over.max(initial=0) > above:
+        moment = int(over.argmax())
+        yield moment
+        over[max(0, moment - width) : moment + width + 1] = 0
+
+
+def alive(count: int, first: Ints, last: Ints, nbytes: Ints) -> Ints:
+    """Return (count,) the bytes at each moment of what is there from one moment to another, both included."""
+    change = np.zeros(count + 2, dtype=np.int64)
+    _add(change, first, last, nbytes)
+    return np.cumsum(change)[:count]
 
 
 def _add(change: Ints, first: Ints, last: Ints, nbytes: Ints) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from math import ceil, inf
 
 import numpy as np
@@ -14,13 +15,13 @@ from splitkit.costs.links import HostLink, require_seconds
 from splitkit.errors import NoPlanError
 from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan
-from splitkit.search.recompute.memory_limits import MemoryFloors, MomentLimits
+from splitkit.search.recompute.memory_limits import MemoryFloors, MomentLimits, alive, furthest
 from splitkit.search.recompute.offload_search import OffloadPlan, OffloadSearch
 from splitkit.search.recompute.plan_pool import Pool, Seen
 from splitkit.search.recompute.recompute_search import RecomputeSearch, Snapshots, recompute_problem
 from splitkit.solvers.recompute import Limit, Program
 from splitkit.training.choices import Bools, Floats, Ints, savings
-from splitkit.training.flow import BACKWARD, FORWARD, JointFlow
+from splitkit.training.flow import BACKWARD, FORWARD, STATIC, JointFlow
 from splitkit.training.offload_timeline import OffloadModel, OffloadRun
 from splitkit.training.peaks import Peaks, eager_plan
 from splitkit.units import duration, size
@@ -45,10 +46,6 @@ class OffloadPlanner:
         model = OffloadModel(search.pool.savings, search.pool.peaks, costs, link)
         self.model, self.host = model, host
         self.search = OffloadSearch(search, model, host)
-
-    def best(self, budget: int, whole: Seen) -> OffloadPlan | None:
-        """Return the best plan found within a budget; ``whole``: the plan that recomputes nothing."""
-        return self.search.best(budget, whole)
 
     def plan(self, found: OffloadPlan, budget: int) -> Plan:
         """Return the plan of what was found, with the transfers, a note and a claim."""
@@ -219,12 +216,9 @@ class OffloadBound:
         runs = np.ones(len(self.savings.ops), np.bool_)
         runs[self.savings.maker[saved[self.savings.storage] > 0.5]] = False
         _, trace = self.pool.trace(runs)
-        own = {int(node): self._floors.early + i for i, node in enumerate(self._floors.own)}
-        carried, moment = np.zeros(len(trace.steps), np.int64), len(self._floors.steps) - 1
-        for step in range(len(trace.steps) - 1, trace.forward - 1, -1):
-            moment = own.get(int(trace.steps[step]), moment)
-            carried[step] = ceil(min(self._carried(moment, z), 2.0**60))
-        reduced = replace(trace, timeline=trace.timeline - carried)
+        moments = self._snapshots.moment_of_steps(trace).tolist()
+        carried = [0 if moment == STATIC else ceil(min(self._carried(moment, z), 2.0**60)) for moment in moments]
+        reduced = replace(trace, timeline=trace.timeline - np.array(carried, np.int64))
         fresh = list(self._snapshots.over(reduced, self.budget, self._moments))
         self._moments += fresh
         return bool(fresh)
@@ -249,21 +243,16 @@ class OffloadBound:
         best, which = np.zeros(len(room)), np.full(len(room), -1)
         most, windows = np.array([self._carried(m, z) for m in range(len(room))]), list(self._windows())
         for number, (some, seconds) in enumerate(windows):
-            there = _alive(len(room), floors.since[some], floors.until[some], taken[some])
+            there = alive(len(room), floors.since[some], floors.until[some], taken[some])
             over = there - room - np.minimum(self._rates * (seconds + z), most)
             better = (over > best) & np.isfinite(seconds)
             best[better], which[better] = over[better], number
         yield from self._between(taken, z)
-        width = max(1, len(best) // _APART)
-        for _ in range(_AT_ONCE):
-            moment = int(best.argmax())
-            if best[moment] <= 1:  # a limit is rounded up to a byte
-                return
+        for moment in islice(furthest(best, _APART, above=1.0), _AT_ONCE):  # a limit is rounded up to a byte
             some, seconds = windows[which[moment]]
             at = some & (floors.since <= moment) & (moment <= floors.until)
             ways = ((float(self._rates[moment]), float(seconds[moment])), *self._ways(moment))
             yield _Row(np.where(at, self.savings.nbytes, 0), int(room[moment]), ways, self.host)
-            best[max(0, moment - width) : moment + width + 1] = 0
 
     def _windows(self) -> Iterator[tuple[Bools, Floats]]:
         """Yield which storages a limit is about, and for each moment the seconds that the link has for them.
@@ -297,14 +286,6 @@ def _spread(moments: Iterable[int]) -> list[int]:
     """Return a few of some moments, from the first to the last."""
     known = np.unique(np.array(moments))
     return [int(m) for m in known[np.unique(np.linspace(0, len(known) - 1, _STARTS).astype(np.int64))]]
-
-
-def _alive(count: int, first: Ints, last: Ints, nbytes: Ints) -> Ints:
-    change = np.zeros(count + 2, dtype=np.int64)
-    some = first <= last
-    np.add.at(change, first[some], nbytes[some])
-    np.subtract.at(change, last[some] + 1, nbytes[some])
-    return np.cumsum(change)[:count]
 
 
 # The best trade-offs between the true peak and recompute plus waiting, where saved values may wait on the host.
@@ -343,7 +324,7 @@ class OffloadFrontier:
         found.append(lowest)
         low, count = lowest.run.peak, self.peaks.budgets
         for number in range(count):
-            better = planner.best(low + (whole.peak - low) * number // count, whole)
+            better = planner.search.best(low + (whole.peak - low) * number // count, whole)
             found += [] if better is None else [better]
         front: list[OffloadPlan] = []
         for plan in sorted(found, key=lambda plan: (plan.run.peak, plan.seconds, plan.run.host)):

@@ -9,6 +9,7 @@ candidates, so the result is never worse than either.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -75,11 +76,8 @@ def _greedy(timeline: OffloadTimeline, order: Sequence[int], budget: int, host: 
     """Return the run that offloads the shortest prefix of an order that fits, less values that need not go."""
     if not timeline.fits(order, budget):
         return None
-    low, high = 0, len(order)  # a longer beginning frees more
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if timeline.fits(order[:middle], budget) else (middle + 1, high)
-    return _judged(timeline, _needed(timeline, order[:high], budget), budget, host)
+    count = bisect_left(range(len(order)), True, key=lambda count: timeline.fits(order[:count], budget))
+    return _judged(timeline, _needed(timeline, order[:count], budget), budget, host)
 
 
 def _needed(timeline: OffloadTimeline, chosen: Sequence[int], budget: int) -> list[int]:
@@ -299,7 +297,7 @@ class OffloadSearch:
 
 
 def _flips(runs: Bools, descent: Descent) -> Iterator[Bools]:
-    groups = sorted((g for g in descent.groups if len(g) > 1), key=lambda group: -len(group))
+    groups = sorted(descent.large, key=lambda group: -len(group))
     singles = descent.free.tolist()
     pairs = combinations(singles, 2) if len(singles) <= _FEW else ()
     for move in (*groups, *descent.free[:, None], *map(list, pairs)):

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.fx import Node
 
 from splitkit.errors import NoPlanError
 from splitkit.solvers.min_cut import Corner, Network, NoCutError, TwoCosts, min_cut, whole_capacities
-from splitkit.training.choices import Choice, Savings
+from splitkit.training.choices import Bools, Choice, Floats, Ints, Savings
 
 
 class Hull:
@@ -110,11 +109,6 @@ class Hull:
 
 
 # The flow network whose minimum cuts are the best choices of what a joint graph saves.
-
-
-Bools = NDArray[np.bool_]
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)

@@ -173,6 +173,7 @@ class Descent:
         pool: simulates the plans.
         free: ops that may be saved and may be recomputed.
         groups: groups of these ops that play the same part in each layer.
+        large: the groups of several ops.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -181,6 +182,7 @@ class Descent:
         free[self.savings.maker[self.savings.savable]] = True
         self.free = np.flatnonzero(free & ~self.savings.fixed)
         self.groups = _groups(self.savings, self.free)
+        self.large = [group for group in self.groups if len(group) > 1]
         self._tries = min(_MOST, _STEPS // max(1, len(pool.peaks.nodes)))
 
     def sow(self, effort: int = EFFORT) -> None:
@@ -212,7 +214,7 @@ class Descent:
         if others:
             wish = np.ones(len(best.runs), np.bool_)
             wish[self.savings.maker[best.choice.saved & self.savings.savable]] = False
-        _Descent(self, best, wish, effort * self._tries).go()
+        self._down(best, wish, effort * self._tries)
 
     def under(self, budget: int) -> None:
         """Descend to the budget from plans above it that are quicker than the best plan within it, and stay quicker."""
@@ -221,8 +223,37 @@ class Descent:
         over = sorted((s for s in self.pool if s.peak > budget and s.seconds < most), key=lambda s: (s.peak, s.seconds))
         for start in over[:_STARTS]:
             if start.seconds < most:
-                end = _Descent(self, start, start.runs, self._tries // _STARTS, budget, most).go()
+                end = self._down(start, start.runs, self._tries // _STARTS, budget, most)
                 most = min(most, end.seconds) if end.peak <= budget else most
+
+    def _down(
+        self, best: Seen, wish: Bools, tries: int, budget: int | None = None, seconds: float = float("inf")
+    ) -> Seen:
+        """Take every step that leads down until none does: to less height above the budget, or, without a budget, near
+        the peak; return the plan at the end.
+
+        Args:
+            best: the plan from which to go.
+            wish: (n,) whether an op is recomputed if backward needs it.
+            tries: how many plans may be tried.
+            budget: bytes.
+            seconds: a limit on the recompute time of every plan on the way.
+        """
+        trace, tried, improved = self.pool.trace(best.runs)[1], set[bytes](), True
+        while improved:
+            improved = False
+            for changed in (flip for move in self.moves(trace) for flip in _flips(wish, move)):
+                if len(tried) >= tries or (budget is not None and best.peak <= budget):
+                    return best
+                choice = self.savings.choose(changed)
+                if (key := choice.runs.tobytes()) in tried or choice.seconds >= seconds:
+                    continue
+                tried.add(key)
+                seen, there = self.pool.trace(changed)
+                high = int(_NEAR * best.peak) if budget is None else budget
+                if _height(there, high) < _height(trace, high) and (budget is not None or seen.peak <= best.peak):
+                    best, trace, wish, improved = seen, there, changed, True
+        return best
 
     def cheaper(self, budget: int) -> None:
         """Save what the best plan within the budget recomputes, the most expensive first, while it stays within."""
@@ -231,7 +262,7 @@ class Descent:
         improved = best is not None
         while improved and best is not None:
             improved = False
-            moves = (group[best.runs[group]] for group in (*_many(self.groups), *self.free[:, None]))
+            moves = (group[best.runs[group]] for group in (*self.large, *self.free[:, None]))
             for move in sorted((m for m in moves if len(m)), key=lambda m: -float(price[m].sum())):
                 if not tries:
                     return
@@ -249,65 +280,8 @@ class Descent:
         flow, peaks = self.savings.flow, self.pool.peaks
         nbytes = np.bincount(peaks.storages.maker[trace.slot[there]], trace.nbytes[there], minlength=len(peaks.nodes))
         weight = nbytes[[flow.index[op] for op in self.savings.ops]]
-        yield from sorted(_many(self.groups), key=lambda group: -float(weight[group].sum()))
+        yield from sorted(self.large, key=lambda group: -float(weight[group].sum()))
         yield from self.free[np.argsort(-weight[self.free], kind="stable")][:, None]
-
-
-class _Descent:
-    """One descent: to less height above the budget, or, without a budget, near the peak.
-
-    Attributes:
-        descent: the search that it belongs to.
-        best: the current plan.
-        wish: (n,) whether an op is recomputed if backward needs it.
-        left: remaining tries.
-        budget: bytes.
-        seconds: a limit on the recompute time of every plan on the way.
-    """
-
-    def __init__(
-        self,
-        descent: Descent,
-        start: Seen,
-        wish: Bools,
-        tries: int,
-        budget: int | None = None,
-        seconds: float = float("inf"),
-    ) -> None:
-        self.descent, self.best, self.wish, self.left = descent, start, wish, tries
-        self.budget, self.seconds = budget, seconds
-        self.trace = descent.pool.trace(start.runs)[1]
-        self._tried = set[bytes]()
-
-    def go(self) -> Seen:
-        """Take every step that leads down until none does; yield the plan at the end."""
-        improved = True
-        while improved:
-            improved = False
-            for move in self.descent.moves(self.trace):
-                for changed in _flips(self.wish, move):
-                    if self._done():
-                        return self.best
-                    improved |= self._step(changed)
-        return self.best
-
-    def _done(self) -> bool:
-        within = self.budget is not None and self.best.peak <= self.budget
-        return within or self.left <= 0
-
-    def _step(self, changed: Bools) -> bool:
-        choice = self.descent.savings.choose(changed)
-        key = choice.runs.tobytes()
-        if key in self._tried or choice.seconds >= self.seconds:
-            return False
-        self._tried.add(key)
-        self.left -= 1
-        seen, trace = self.descent.pool.trace(changed)
-        high = int(_NEAR * self.best.peak) if self.budget is None else self.budget
-        if _height(trace, high) >= _height(self.trace, high) or (self.budget is None and seen.peak > self.best.peak):
-            return False
-        self.best, self.trace, self.wish = seen, trace, changed
-        return True
 
 
 def _height(trace: PeakTrace, high: int) -> int:
@@ -322,10 +296,6 @@ def _flips(wish: Bools, move: Ints) -> Iterator[Bools]:
             changed = wish.copy()
             changed[move] = runs
             yield changed
-
-
-def _many(groups: list[Ints]) -> list[Ints]:
-    return [group for group in groups if len(group) > 1]
 
 
 def _groups(savings: Savings, free: Ints) -> list[Ints]:

@@ -14,13 +14,14 @@ comes from those that hold for every plan within the budget (`memory_limits.Memo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property
+from itertools import islice
 
 import numpy as np
 from scipy.sparse import coo_array, csr_array
 
-from splitkit.search.recompute.memory_limits import MemoryFloors, MomentLimits, saved_storages
+from splitkit.search.recompute.memory_limits import MemoryFloors, MomentLimits, furthest, saved_storages
 from splitkit.search.recompute.pareto_cuts import CutNetwork, Hull, cheapest
 from splitkit.search.recompute.plan_pool import Descent, Pool, Seen
 from splitkit.solvers.min_cut import INFINITE, Network, min_cut
@@ -198,19 +199,14 @@ class RecomputeSearch:
                 self.pool.see(near.runs)
         return bound
 
-    def _cut(self, budget: int) -> float:
-        """Try the cheapest plans at a few prices of a second; by weak duality each is a bound for the budget."""
-        problem, bound = self.savings, 0.0
-        total = float(problem.seconds[~problem.fixed].sum())
-        if not total:
-            return bound
+    def _cut(self) -> None:
+        """Try the cheapest plans at a few prices of a second."""
+        problem = self.savings
+        if not (total := float(problem.seconds[~problem.fixed].sum())):
+            return
         cutting = CutNetwork.of(problem, problem.nbytes.astype(np.float64), problem.fixed)
         for price in np.geomspace(1e-2, 1e3, _CUTS) * (float(problem.nbytes.sum()) / total):
-            choice = cheapest(cutting, float(price), problem.why)
-            self.pool.see(choice.runs)
-            spent = float(problem.price[choice.runs].sum())
-            bound = max(bound, spent + (choice.nbytes - budget) / float(price))
-        return bound
+            self.pool.see(cheapest(cutting, float(price), problem.why).runs)
 
     def fewest_saved(self) -> Seen:
         """Return the plan that saves the fewest bytes."""
@@ -228,7 +224,7 @@ class RecomputeSearch:
             bound = self._closer(budget, floors, bound)
         if bound < np.inf and not self._is_proven(budget, bound):
             if not self._below(budget, floors):
-                self._cut(budget)
+                self._cut()
             if not self._is_proven(budget, bound):
                 self._descent.under(budget)
                 self._descent.cheaper(budget)
@@ -411,24 +407,18 @@ class Snapshots:
         self._savable = np.zeros(len(savings.nbytes), np.bool_)
         self._savable[savings.storage[savings.savable | savings.fixed[savings.maker]]] = True
 
-    def over(self, trace: PeakTrace, budget: int, known: Iterable[int]) -> Iterator[int]:
+    def over(self, trace: PeakTrace, budget: int, known: Collection[int]) -> Iterator[int]:
         """Return the moments, except ``known``, at which a run is furthest over the budget: a few, far apart.
 
         Recompute between two of backward's own nodes counts as a moment of the later one.
         """
-        known, moment = set(known), self._moment_of_steps(trace)
+        moment = self.moment_of_steps(trace)
         over = np.where(moment == STATIC, 0, trace.timeline - budget)
-        width = max(1, len(over) // _APART)
-        found = 0
-        while found < _AT_ONCE and over.max(initial=0) > 0:
-            step = int(over.argmax())
-            if int(moment[step]) not in known:
-                known.add(int(moment[step]))
-                found += 1
-                yield int(moment[step])
-            over[max(0, step - width) : step + width + 1] = 0
+        found = dict.fromkeys(int(moment[step]) for step in furthest(over, _APART))
+        yield from islice((one for one in found if one not in known), _AT_ONCE)
 
-    def _moment_of_steps(self, trace: PeakTrace) -> Ints:
+    def moment_of_steps(self, trace: PeakTrace) -> Ints:
+        """Return (s,) the moment of each step of a run; `STATIC` in forward, and after backward's own nodes."""
         found = np.full(len(trace.steps), STATIC, np.int64)
         moment = STATIC
         for step in range(len(trace.steps) - 1, trace.forward - 1, -1):

@@ -58,7 +58,7 @@ class PeakSearch:
         travel: transfer times at a border; None if transfers are free.
         tolerance: relative; how much slower the bottleneck may be where that balances the stages.
         peaks: (n,) stages -> peak bytes of each rank.
-        cache: (n,) bytes of cache that each unit keeps; None for none.
+        cache: (n,) bytes of cache that each unit keeps.
         replicas: the devices of each stage.
         stretches: how many segments of orders may still be priced.
         clock: the deadline of the search.
@@ -75,7 +75,7 @@ class PeakSearch:
     travel: TransferTimes | None
     tolerance: float
     peaks: Callable[[Ints], Sequence[int]]
-    cache: Ints | None = None
+    cache: Ints
     replicas: int = 1
     stretches: int = 30_000
     clock: Clock = field(default_factory=endless_clock, repr=False)
@@ -108,10 +108,8 @@ class PeakSearch:
             most = self._top(best) - 1
             if self.clock.is_over():
                 break
-            for share in (1,) if peaks.track.whole else _SHARES:  # a little room at first: fewer stages to price
+            for share in (np.inf,) if peaks.track.whole else _SHARES:  # a little room at first: fewer stages to price
                 capacity = np.where(limited, min(most, peaks.least_sums * share), np.inf)
-                if peaks.track.whole:
-                    capacity = np.where(limited, float(most), np.inf)
                 if not self._affordable(peaks, capacity):
                     break
                 lower = self._lower(peaks, capacity, best)

@@ -85,29 +85,28 @@ class RankBorders:
             for weights in (self._held, self._work):
                 yield self._even(places, weights)
                 yield self._filled(places, weights)
-            for cuts in even_pairs(np.concatenate([[0.0], np.cumsum(self._between(places, self._work))]), self.rank_of):
+            for cuts in even_pairs(self._before(places, self._work), self.rank_of):
                 yield places[cuts].tolist()
         fine = np.unique(np.searchsorted(np.cumsum(self._work), np.linspace(0, self._work.sum(), 6 * count)[1:-1]) + 1)
         fine = np.array(sorted({0, len(self._order), *fine.tolist(), *borders[:: 1 + len(borders) // (6 * count)]}))
-        for cuts in even_pairs(np.concatenate([[0.0], np.cumsum(self._between(fine, self._work))]), self.rank_of):
+        for cuts in even_pairs(self._before(fine, self._work), self.rank_of):
             yield fine[cuts].tolist()
 
-    def _between(self, places: Ints, weights: Floats) -> Floats:
-        total = np.concatenate([[0.0], np.cumsum(weights)])
-        between: Floats = np.diff(total[places])
-        return between
+    def _before(self, places: Ints, weights: Floats) -> Floats:
+        before: Floats = np.concatenate([[0.0], np.cumsum(weights)])[places]
+        return before
 
     def _even(self, places: Ints, weights: Floats) -> list[int]:
         """Return the most balanced division at these places."""
-        own = self._between(places, weights)
+        own = np.diff(self._before(places, weights))
         cuts = even_blocks(own, len(self.rank_of), np.inf, np.zeros(len(own)), 0.0)
         return places[cuts[1:]].tolist() if cuts else []
 
     def _filled(self, places: Ints, weights: Floats) -> list[int]:
         """Fill each stage up to its share, one after the other."""
-        total = np.concatenate([[0.0], np.cumsum(weights)])
-        shares = total[-1] * np.arange(1, len(self.rank_of)) / len(self.rank_of)
-        cuts: list[int] = places[np.maximum(np.searchsorted(total[places], shares, side="right") - 1, 0)].tolist()
+        before = self._before(places, weights)
+        shares = before[-1] * np.arange(1, len(self.rank_of)) / len(self.rank_of)
+        cuts: list[int] = places[np.maximum(np.searchsorted(before, shares, side="right") - 1, 0)].tolist()
         return cuts
 
     def _moved(self, cuts: list[int], left: int) -> tuple[list[int], int]:

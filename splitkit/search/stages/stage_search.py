@@ -244,7 +244,7 @@ class StagePlanner:
             placing=self._placing,
             prices=self.demand.stage_prices,
             problem=self._problem(),
-            cache=self._cache_of_units,
+            cache=self._placing.sums(self.demand.cache),
             replicas=self.demand.replicas,
             holding=self._holding,
             flights=self.demand.flights(len(self.keys), surely=False),
@@ -326,14 +326,6 @@ class StagePlanner:
         demand = self.demand
         held = AdditiveMemory.of(self._placing, demand.stage_prices.activations, demand.optimizer, demand.cache)
         return replace(held, saved=held.saved // demand.replicas)
-
-    @property
-    def _cache_of_units(self) -> Ints | None:
-        """(n,) bytes of cache of each unit; None for none."""
-        if not self.demand.cache:
-            return None
-        kept = [sum(self.demand.cache.get(node, 0) for node in members) for members in self._placing.members]
-        return np.array(kept, np.int64)
 
     @property
     def _limited(self) -> bool:

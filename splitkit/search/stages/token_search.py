@@ -30,15 +30,16 @@ from splitkit.plans.parts import Claim, PartKey
 from splitkit.plans.record import Plan
 from splitkit.search.additive_memory import AdditiveMemory
 from splitkit.search.placement_model import PlacementModel, TransferTimes
-from splitkit.search.request import StageRequest
 from splitkit.search.stages.candidate_borders import BorderSet, ideal_borders, loads_between, order_borders
 from splitkit.search.stages.memory_fit import bad_problems
 from splitkit.search.stages.stage_search import StagePlanner
-from splitkit.solvers.clock import Clock, endless_clock
 from splitkit.solvers.line.border_chains import LazyChains
 from splitkit.solvers.placement.packing import stages_fit
 from splitkit.solvers.placement.problem import Bools, Floats, Ints, Slot
 from splitkit.units import duration, size
+
+_NEAR, _TESTS = 1e-3, 4  # relative: how far above the tokens found the relaxation is tested first; how often
+_MOST = 2.0**53  # tokens; up to here floats are exact
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +57,9 @@ class InferenceStages:
     cache: Mapping[Node, int]
     tokens: int
     chunk: int = 1
+    _known: dict[int, int] = field(init=False, default_factory=dict, repr=False)
+    _rooms: dict[tuple[PartKey, ...], list[int]] = field(init=False, default_factory=dict, repr=False)
+    _parts: dict[tuple[PartKey, ...], list[fx.GraphModule]] = field(init=False, default_factory=dict, repr=False)
 
     def plan(self, objective: str) -> Plan:
         """Return the plan for ``"tokens"`` or ``"throughput"``.
@@ -63,42 +67,35 @@ class InferenceStages:
         Raises:
             NoPlanError: SK303 if no stages have room; it says what would do.
         """
-        return self._most() if objective == "tokens" else self._fastest()
-
-    @property
-    def _search(self) -> TokenSearch:
-        staging = self.staging
-        return TokenSearch(staging.demand, staging.keys, self.cache, self.chunk, staging.tolerance, staging.clock)
-
-    def _most(self) -> Plan:
-        if (plan := self._search.most()) is not None:
-            return plan
-        return self._search.described(self.staging.plan())
+        if objective != "tokens":
+            return self._fastest()
+        plan = self.most()
+        return self.described(self.staging.plan()) if plan is None else plan
 
     def _fastest(self) -> Plan:
         """Return the fastest stages with room for the tokens.
 
         If a step with so many tokens needs more than the capture, it is searched again with that much less memory.
         """
-        search, demand = self._search, self.staging.demand
+        demand = self.staging.demand
         limits = [limit for limit in demand.limits(len(self.staging.keys)) if limit is not None]
         try:
             plan = self._fastest_within(demand.memory)
-            if not self.tokens or not limits or search.fits(plan, self.tokens):
+            if not self.tokens or not limits or self.fits(plan, self.tokens):
                 return plan
         except NoPlanError:
-            if not self.tokens or not search.grows:
+            if not self.tokens or self.steps is None:
                 raise
             plan = self._fastest_within(None)
-        more = search.beside_cache(plan, self.tokens).tolist()
+        more = self.beside_cache(plan, self.tokens).tolist()
         less = [max(1, limit - nbytes) for limit, nbytes in zip(limits, more, strict=True)]
         with suppress(NoPlanError):
-            if search.fits(again := self._fastest_within(less), self.tokens):
+            if self.fits(again := self._fastest_within(less), self.tokens):
                 return again
         with suppress(NoPlanError):
-            if (most := search.most()) is not None and search.fits(most, self.tokens):
+            if (most := self.most()) is not None and self.fits(most, self.tokens):
                 return self._holding(demand.memory).described(most)
-        need = max(search.peaks(plan, self.tokens))
+        need = max(self.peaks(plan, self.tokens))
         reason = f"{type(demand.policy).__name__}: for inference, a step with {self.tokens:,} tokens does not fit"
         remedy = f"Give {need} bytes ({size(need)}) to each of {len(limits)} devices: for that there is a plan."
         raise NoPlanError("SK303", reason, remedy)
@@ -108,11 +105,7 @@ class InferenceStages:
         staging = self._holding(memory)
         limits = staging.demand.limits(len(staging.keys))
         limited = any(limit is not None for limit in limits)
-        cuts = (
-            replace(self._search, demand=staging.demand).fastest(self.tokens)
-            if staging.demand.cache and limited
-            else None
-        )
+        cuts = replace(self, staging=staging).fastest(self.tokens) if staging.demand.cache and limited else None
         try:
             plan = staging.plan()
         except NoPlanError:
@@ -124,37 +117,9 @@ class InferenceStages:
     def _holding(self, memory: Memory) -> StagePlanner:
         """Return the search for fast stages beside the cache, within some memory."""
         cache = {node: self.tokens * nbytes for node, nbytes in self.cache.items()} if self.tokens else {}
-        steps = self._search.steps if self.tokens else None
+        steps = self.steps if self.tokens else None
         demand = replace(self.staging.demand, cache=cache, memory=memory, steps=steps, tokens=self.tokens)
         return replace(self.staging, demand=demand)
-
-
-# Stages for inference with a cache: the largest cache, or the fastest stages that have room for a given one.
-
-
-_NEAR, _TESTS = 1e-3, 4  # relative: how far above the tokens found the relaxation is tested first; how often
-_MOST = 2.0**53  # tokens; up to here floats are exact
-
-
-@dataclass(frozen=True, eq=False)
-class TokenSearch:
-    """One search.
-
-    Attributes:
-        demand: the request, for inference, with the memory of each rank.
-        keys: the names of the stages.
-        cache: node -> bytes of cache per token.
-        chunk: for the graph of a decoder, the most new tokens of a step, of all sequences together.
-        tolerance: relative; how much slower than the fastest the slowest stage may be where that makes stages even.
-        clock: the deadline.
-    """
-
-    demand: StageRequest
-    keys: tuple[PartKey, ...]
-    cache: Mapping[Node, int]
-    chunk: int = 1
-    tolerance: float = 0.0
-    clock: Clock = field(default_factory=endless_clock, repr=False)
 
     def most(self) -> Plan | None:
         """Return stages with room for the most tokens, with a claim; None if none are found that hold the weights.
@@ -162,7 +127,7 @@ class TokenSearch:
         Raises:
             NoPlanError: SK303 if there is room for the weights, but for no token.
         """
-        with bad_problems(self.demand.policy, self._placing):
+        with bad_problems(self.staging.demand.policy, self._placing):
             found = self._most_within(self._capacity)
         if found is None:
             return None
@@ -192,7 +157,7 @@ class TokenSearch:
             raise self._no_token(plan)
         bound = self._bound(tokens, along)
         proof = "all borders" if self._track.whole else "cuts of the graph's order, sums"
-        claim = Claim("tokens", tokens, max(bound, tokens), proof, self.keys[room.index(tokens)])
+        claim = Claim("tokens", tokens, max(bound, tokens), proof, self.staging.keys[room.index(tokens)])
         return replace(plan, claim=claim, note=self._note(plan, claim))
 
     def fastest(self, tokens: int, capacity: Floats | None = None) -> Plan | None:
@@ -202,14 +167,14 @@ class TokenSearch:
         chains = self._loads_by_pair(tokens, self._capacity if capacity is None else capacity)
         if (found := chains.best()) is None:
             return None
-        even = chains.best(found.cost * (1 + self.tolerance))
+        even = chains.best(found.cost * (1 + self.staging.tolerance))
         return self._plan((even or found).borders)
 
     def room(self, plan: Plan) -> list[int]:
         """Return for how many tokens each stage has room, by its true peak, up to the least room before it."""
-        key = tuple(map(plan.home, self.demand.flow.nodes))
+        key = tuple(map(plan.home, self.staging.demand.flow.nodes))
         if key not in self._rooms:
-            stages, cache = self.demand.stage_prices.of(plan), self._cache_of(plan)
+            stages, cache = self.staging.demand.stage_prices.of(plan), self._cache_of(plan)
             if self.steps is None:
                 room = cache_room(stages, cache, self._limits)
             else:
@@ -222,17 +187,14 @@ class TokenSearch:
         return self._rooms[key]
 
     def _graphs(self, plan: Plan) -> list[fx.GraphModule]:
-        flow = self.demand.flow
+        flow = self.staging.demand.flow
         homes = tuple(map(plan.home, flow.nodes))
         if homes not in self._parts:
-            inside = [{n for n, home in zip(flow.nodes, homes, strict=True) if home == key} for key in self.keys]
+            inside = [
+                {n for n, home in zip(flow.nodes, homes, strict=True) if home == key} for key in self.staging.keys
+            ]
             self._parts[homes] = [graph_of_nodes(flow, nodes) for nodes in inside]
         return self._parts[homes]
-
-    @property
-    def grows(self) -> bool:
-        """Whether more than the cache grows with the tokens, as the graph tells."""
-        return self.steps is not None
 
     def peaks(self, plan: Plan, tokens: int) -> list[int]:
         """Return the bytes that each stage holds in a step with so many tokens, if the graph tells; else nothing."""
@@ -245,31 +207,33 @@ class TokenSearch:
     def beside_cache(self, plan: Plan, tokens: int) -> Ints:
         """Return (k,) bytes beyond cache and captured activations that each stage needs at so many tokens."""
         if self.steps is None:
-            return np.zeros(len(self.keys), np.int64)
-        pairs = zip(self.demand.stage_prices.of(plan), self._cache_of(plan), strict=True)
+            return np.zeros(len(self.staging.keys), np.int64)
+        pairs = zip(self.staging.demand.stage_prices.of(plan), self._cache_of(plan), strict=True)
         known = [ByteBreakdown.of_stage(stage, cache=tokens * each).total for stage, each in pairs]
         return np.maximum(0, np.array(self.peaks(plan, tokens)) - known)
 
     def _note(self, plan: Plan, claim: Claim) -> str:
-        tight = self.keys.index(claim.limiting)
+        tight = self.staging.keys.index(claim.limiting)
         tokens = int(claim.value)
         cache = {node: tokens * nbytes for node, nbytes in self.cache.items()}
-        held = replace(self.demand, cache=cache, steps=self.steps, tokens=tokens).held(plan)[tight]
-        loads = self._placing.loads(plan, self.keys, [0] * len(self.keys), self._travel)
-        slowest = duration(float(loads.max()), unit_of(self.demand.costs))
+        held = replace(self.staging.demand, cache=cache, steps=self.steps, tokens=tokens).held(plan)[tight]
+        loads = self._placing.loads(plan, self.staging.keys, [0] * len(self.staging.keys), self._travel)
+        slowest = duration(float(loads.max()), unit_of(self.staging.demand.costs))
         return (
-            f"{len(self.keys)} stages, room for {tokens:,} tokens of cache. {claim.proof}; inference: stage {tight} is "
-            f"tightest, {held.told} of {size(self._limits[tight])}; the slowest {slowest}"
+            f"{len(self.staging.keys)} stages, room for {tokens:,} tokens of cache. {claim.proof}; inference: "
+            f"stage {tight} is tightest, {held.told} of {size(self._limits[tight])}; the slowest {slowest}"
         )
 
     def _no_token(self, plan: Plan) -> NoPlanError:
         """Return the error for memory that has no room for a token, with a memory that has."""
-        held = map(ByteBreakdown.of_stage, self.demand.stage_prices.of(plan))
+        held = map(ByteBreakdown.of_stage, self.staging.demand.stage_prices.of(plan))
         each = [one.total + nbytes for one, nbytes in zip(held, self._cache_of(plan), strict=True)]
         need = max(self.peaks(plan, 1) or each)
-        name = type(self.demand.policy).__name__
+        name = type(self.staging.demand.policy).__name__
         reason = f"{name}: for inference, the stages hold weights and activations, but not the cache of one token"
-        remedy = f"Give {need} bytes ({size(need)}) to each of {len(self.keys)} devices: for that there is a plan."
+        remedy = (
+            f"Give {need} bytes ({size(need)}) to each of {len(self.staging.keys)} devices: for that there is a plan."
+        )
         return NoPlanError("SK303", reason, remedy)
 
     def _bound(self, tokens: int, along: int | None) -> int:
@@ -280,7 +244,7 @@ class TokenSearch:
         low, high = tokens, max(tokens, int(spare // float(self._per_token.sum())))
         asked = low + max(1, int(_NEAR * low))
         for _ in range(_TESTS):
-            answer = None if self.clock.is_over() or low >= high else self._may_hold(min(asked, high))
+            answer = None if self.staging.clock.is_over() or low >= high else self._may_hold(min(asked, high))
             if answer is None:
                 break
             low, high = (min(asked, high), high) if answer else (low, min(asked, high) - 1)
@@ -299,16 +263,16 @@ class TokenSearch:
         fixed, per_token = track.between(self._fixed), track.between(self._per_token)
         costs = _tokens(capacity[:, None] - fixed - self._least, per_token)
         least = partial(self._tokens_of, capacity)
-        return LazyChains(track.first, track.last, -costs, lambda pair: -least(pair), self.clock.is_over)
+        return LazyChains(track.first, track.last, -costs, lambda pair: -least(pair), self.staging.clock.is_over)
 
     def _loads_by_pair(self, tokens: int, capacity: Floats) -> LazyChains:
         """Return the chains whose costs are seconds; infinite for stages without room for so many tokens."""
         track = self._track
-        loads = loads_between(track, self._placing, self._travel, len(self.keys))
+        loads = loads_between(track, self._placing, self._travel, len(self.staging.keys))
         if self._travel is None:
             # Among stages that are about equally fast, those between which fewer bytes go.
             share = track.crossing[0] / max(1, track.crossing[0].max())
-            nudge = self.tolerance * loads.max() / 2
+            nudge = self.staging.tolerance * loads.max() / 2
             loads = loads + nudge * (share[track.first] + share[track.last])
         spare = capacity[:, None] - track.between(self._fixed) - self._least
         costs = np.where(spare >= tokens * track.between(self._per_token), loads, np.inf)
@@ -317,7 +281,7 @@ class TokenSearch:
             found: Floats = np.where(self._tokens_of(capacity, pair) >= tokens, loads[:, pair], np.inf)
             return found
 
-        return LazyChains(track.first, track.last, costs, price, self.clock.is_over)
+        return LazyChains(track.first, track.last, costs, price, self.staging.clock.is_over)
 
     def _tokens_of(self, capacity: Floats, pair: int) -> Floats:
         """Return (k,) the tokens for which each rank has room beside the stage between a pair of borders."""
@@ -326,25 +290,13 @@ class TokenSearch:
             self._known[pair] = held.parameters + held.temporary
         ends = self._track
         per_token = self._sums[ends.last[pair]] - self._sums[ends.first[pair]]
-        return _tokens(capacity - self._known[pair], np.full(len(self.keys), per_token))
-
-    @cached_property
-    def _known(self) -> dict[int, int]:
-        return {}
-
-    @cached_property
-    def _rooms(self) -> dict[tuple[PartKey, ...], list[int]]:
-        return {}
-
-    @cached_property
-    def _parts(self) -> dict[tuple[PartKey, ...], list[fx.GraphModule]]:
-        return {}
+        return _tokens(capacity - self._known[pair], np.full(len(self.staging.keys), per_token))
 
     @cached_property
     def steps(self) -> DecoderSteps | None:
         """The steps of a decoder, if the graph's caches are its own."""
-        flow = self.demand.flow
-        return DecoderSteps.of(flow, self.demand.costs, self.chunk) if self.cache == cache_bytes(flow) else None
+        flow = self.staging.demand.flow
+        return DecoderSteps.of(flow, self.staging.demand.costs, self.chunk) if self.cache == cache_bytes(flow) else None
 
     @cached_property
     def _sums(self) -> Floats:
@@ -352,18 +304,18 @@ class TokenSearch:
         return np.asarray(self._track.members @ self._per_token.astype(np.float64), np.float64)
 
     def _plan(self, borders: Sequence[int]) -> Plan:
-        return Plan.of(self._placing.labels(self._track.stage_of(borders), self.keys))
+        return Plan.of(self._placing.labels(self._track.stage_of(borders), self.staging.keys))
 
     def _cache_of(self, plan: Plan) -> list[int]:
         """Return the bytes of cache per token of each stage."""
-        held = dict.fromkeys(self.keys, 0)
+        held = dict.fromkeys(self.staging.keys, 0)
         for node, nbytes in self.cache.items():
             held[plan.home(node)] += nbytes
-        return [held[key] for key in self.keys]
+        return [held[key] for key in self.staging.keys]
 
     @cached_property
     def _limits(self) -> list[int]:
-        limits = self.demand.limits(len(self.keys))
+        limits = self.staging.demand.limits(len(self.staging.keys))
         assert None not in limits
         return [limit for limit in limits if limit is not None]
 
@@ -373,17 +325,17 @@ class TokenSearch:
 
     @cached_property
     def _travel(self) -> TransferTimes | None:
-        return self.demand.travel(range(len(self.keys)))
+        return self.staging.demand.travel(range(len(self.staging.keys)))
 
     @cached_property
     def _placing(self) -> PlacementModel:
-        demand = self.demand
+        demand = self.staging.demand
         return PlacementModel(demand.flow, demand.prices, [demand.seconds], together=demand.inseparable)
 
     @cached_property
     def _track(self) -> BorderSet:
         """All borders of the graph if they are few, else those along its own order."""
-        placing, prices = self._placing, self.demand.stage_prices
+        placing, prices = self._placing, self.staging.demand.stage_prices
         if (track := ideal_borders(placing, prices)) is not None:
             return track
         order = np.arange(len(placing.units))
@@ -396,7 +348,7 @@ class TokenSearch:
         track, order = self._track, np.arange(len(self._placing.units))
         if track.whole:
             return np.zeros(len(track.first))
-        alone = self.demand.stage_prices.memory.order([self._placing.nodes(order)]).single_nodes()[3]
+        alone = self.staging.demand.stage_prices.memory.order([self._placing.nodes(order)]).single_nodes()[3]
         between = np.maximum.reduceat(alone, self._placing.places(order)[track.members.sum(axis=1)][:-1])
         rows = [np.maximum.accumulate(between[start:]) for start in range(len(between))]  # as `track.first` has them
         return np.concatenate(rows).astype(np.float64)
@@ -410,8 +362,8 @@ class TokenSearch:
         """(n,) bytes of which no stage holds less than the sum over its units: weights, and the activations of the one
         unit that needs most by itself.
         """
-        alone = self.demand.stage_prices.memory.order([self.demand.flow.nodes]).single_nodes()[3]
-        most = self.demand.flow.nodes[int(alone.argmax())]
+        alone = self.staging.demand.stage_prices.memory.order([self.staging.demand.flow.nodes]).single_nodes()[3]
+        most = self.staging.demand.flow.nodes[int(alone.argmax())]
         held = self._fixed.copy()
         held[self._placing.index[most]] += int(alone.max())
         return held
@@ -419,10 +371,7 @@ class TokenSearch:
     @cached_property
     def _per_token(self) -> Ints:
         """(n,) bytes of cache per token of each unit."""
-        found = np.zeros(len(self._placing.units), np.int64)
-        for node, nbytes in self.cache.items():
-            found[self._placing.index[node]] += nbytes
-        return found
+        return self._placing.sums(self.cache)
 
 
 def _tokens(spare: Floats, per_token: Floats) -> Floats:

@@ -20,7 +20,7 @@ def test_bounds_hold_for_all_stages_and_say_something(seed):
     order = pipeline_order("1f1b", 2, 3)
     frontiers = StageFrontiers(StageProblems(JointPositions(flow), costs, "adam", False))
     problems, loads = frontiers.problems, rank_loads(order)
-    whole = max(CutSearch(frontiers, order, None, [None] * 2).run().best.run.peaks)
+    whole = max(CutSearch(frontiers, order, None, [None] * 2).run()[0].run.peaks)
     cuts = candidate_cuts(problems, 2)  # in a piece of a single op there is nothing to recompute
     places = [(i, j) for i in range(len(cuts)) for j in range(i + 1, len(cuts))]
     every = {
