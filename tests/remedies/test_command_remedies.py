@@ -148,9 +148,9 @@ def test_devices_of_several_kinds():
     command(f"{PLAN} --stages 4 --memory least")
     command(f"{PLAN} --devices 8xh200 --replicas 1,2")
     command(f"{PLAN} --stages 8 --replicas 1,2")
-    with refusal("SK601", "Name one kind, 2xrtx-3090, or give --stages 2 --memory 24GiB,16GiB; or use --tokens N."):
+    with refusal("SK601", "{...}; or use --tokens N."):
         command(f"{PLAN} {several} --objective tokens")
-    with refusal("SK601", "Name one kind, 2xrtx-3090, or give --stages 2 --memory 24GiB,16GiB; or leave --chunk out."):
+    with refusal("SK601", "{...}; or leave --chunk out."):
         command(f"{PLAN} {several} --tokens 8 --chunk 4")
     command(f"{CACHED} --devices 2xrtx-3090 --tokens 8 --chunk 4")
     command(f"{CACHED} --stages 2 --memory 24GiB,16GiB --tokens 8 --chunk 4")

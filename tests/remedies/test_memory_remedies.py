@@ -179,7 +179,7 @@ def test_best_of_policies_without_a_plan():
         planned(Best(99))
     assert error.value.remedy == "Ask for at most 14."
     planned(Best(14))
-    with refusal("SK303", "Give each rank {...}: the plan of {...} then fits.") as error:
+    with refusal("SK303", "Give each rank {...} bytes ({...}): the plan of {...} then fits.") as error:
         planned(Best([Stages(2)], memory="1KiB"))
     planned(Best([Stages(2)], memory=int(re.search(r"(\d+) bytes", error.value.remedy)[1])))
 
