@@ -74,7 +74,7 @@ def test_bytes_are_exact_on_both_sides(share):
     assert peak_of(watch, host=False) == simulated.peak
     assert peak_of(watch, host=True) == pair.host_bytes
     # the figures of the policy are those of the simulation
-    assert f"The peak is {sk.extend.size(simulated.peak)} (within" in pair.plan.note
+    assert f"The peak is at least {sk.extend.size(simulated.peak)} (within" in pair.plan.note
     assert f"{sk.extend.size(pair.host_bytes)} of it on the host in {len(pair.offloaded)} values" in pair.plan.note
 
 
@@ -109,7 +109,8 @@ def test_apply_offloads(inner):
     model = joint.model.eval()
     policy = Budget(0.3, offload=20e9)
     applied = sk.apply(model, policy, x, inner=inner, costs=lambda gm: sk.costs.roofline(gm, "h100"))
-    expected = gradients(model, model, x)
+    # Inductor draws other random numbers than eager mode
+    expected = gradients(model if inner == "eager" else torch.compile(model), model, x)
     found = gradients(applied, model, x)
     joint.model.train()
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(expected, found, strict=True))

@@ -171,11 +171,11 @@ class Backend:
             self._sizes[number] = watch
         self._joints[number] = joint.graph, pair
         if _log.isEnabledFor(logging.INFO):
-            _log.info("graph %d: %s", number, _told(joint.graph, pair))
+            _log.info("graph %d: %s", number, _told(pair))
         return pair.forward, pair.backward
 
     def __str__(self) -> str:
-        lines = [f"graph {number}: {_told(*known)}" for number, known in self._joints.items()]
+        lines = [f"graph {number}: {_told(pair)}" for number, (_, pair) in self._joints.items()]
         return "\n".join([f"splitkit backend, {len(self.pairs)} graphs with gradients", *lines])
 
     def overwritten_later(self, written: Mapping[int, LaterWrites]) -> list[str]:
@@ -188,11 +188,14 @@ class Backend:
         return found
 
 
-def _told(joint: fx.Graph, pair: Pair) -> str:
+def _told(pair: Pair) -> str:
     """Return the peaks of a graph in eager mode and as divided, and the note of its plan."""
-    assert joint.owning_module is not None
-    flow = joint_flow(joint.owning_module, pair.outputs)
     assert pair.plan is not None
+    planned = next(
+        iter(pair.plan.places)
+    ).graph.owning_module  # AOTAutograd's joint graph may have nodes more than once
+    assert planned is not None
+    flow = joint_flow(planned, pair.outputs)
     peaks = Peaks(flow)  # not of the halves: Inductor takes the values off their nodes
     eager, here = peaks.trace(eager_plan(flow)).peak, peaks.trace(pair.plan).peak
     note = f"; {pair.plan.note}" if pair.plan.note else ""
