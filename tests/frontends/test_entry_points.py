@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.backends import registry
 
 import splitkit as sk
-from splitkit.policies import Budget, SaveAll
+from splitkit.policies import Budget
 from splitkit.units import size
 
 ROOT = Path(__file__).parents[2]
