@@ -30,7 +30,7 @@ def test_no_vendor_is_named():
     named = {path.name: found for path in FILES if (found := vendors(path.read_text()))}
     # methods of tensors in users' graphs, such as x.cuda(); and a generator that takes no index of a device
     assert named == {"device_map.py": {"cuda", "xpu", "mtia"}, "accelerators.py": {"mps"}}
-    assert len(FILES) > 50
+    assert len(FILES) > 40
 
 
 def test_a_vendor_is_seen():
