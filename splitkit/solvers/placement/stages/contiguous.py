@@ -10,7 +10,7 @@ from splitkit.solvers.placement.contract import check_placeable, contracted_core
 from splitkit.solvers.placement.core import acyclic_groups, core_of, exact_links
 from splitkit.solvers.placement.packing import infeasible
 from splitkit.solvers.placement.problem import Problem
-from splitkit.solvers.placement.solution import Key, Solution, best_plan
+from splitkit.solvers.placement.solution import InfeasibleError, Key, Solution, best_plan
 from splitkit.solvers.placement.stages.order_dp import MOST_LEVELS, device_steps, level_count
 from splitkit.solvers.placement.stages.stage_solver import StageSearch
 
@@ -49,7 +49,10 @@ def contiguous(
     check_placeable(problem, core)
     if level_count(core, problem.ordered) > MOST_LEVELS:  # too many classes: in the order in which they are given
         given = replace(problem, ordered=True)
-        found = contiguous(given, seconds=seconds, prefer=prefer, near=near, clock=clock)
+        try:
+            found = contiguous(given, seconds=seconds, prefer=prefer, near=near, clock=clock)
+        except InfeasibleError:
+            raise infeasible(problem, proven=False) from None  # other orders of the devices may do
         return replace(found, bound=min(found.value, contract.simple_bound_seconds(core)))
     exact = exact_links(problem)
     joinable = exact and not problem.fill
