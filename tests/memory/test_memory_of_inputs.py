@@ -70,7 +70,7 @@ def test_one_tensor_given_twice_to_a_training_step_counts_once():
 
 
 @pytest.mark.parametrize(
-    "frozen", these_first([("a.weight", "a.bias"), ("a.bias", "b.weight")], [("a.weight",), ("b.weight",)])
+    "frozen", these_first([["a.weight", "a.bias"], ["a.bias", "b.weight"]], [["a.weight"], ["b.weight"]])
 )
 def test_a_none_among_the_outputs_of_forward_does_not_make_a_saved_value_the_callers(frozen):
     class Net(nn.Module):

@@ -47,7 +47,7 @@ class Slow:
         if not isinstance(of, Node):
             return of
         copy = self.source(of, part)
-        viewed = self.memory._views.get(copy[0])
+        viewed = self.memory.views.get(copy[0])
         if viewed is not None:
             return self.gradient(viewed, copy[1])
         return copy if self.memory.training and copy[0] in self.known.requires else None
@@ -63,7 +63,7 @@ def touched(incidence: Incidence) -> list[tuple[int, int]]:
 
 def check(memory: GraphMemory, order: OrderMemory, slow: Slow) -> None:
     """Compare every array of an order with the definition."""
-    keys = {key: i for i, key in enumerate(memory._owned)}
+    keys = {key: i for i, key in enumerate(memory.owned)}
     graded = dict[int, set[object]]()
     storages, saves, reads, parameters = set(), set(), set(), set()
     for at in range(order.length):
@@ -73,7 +73,7 @@ def check(memory: GraphMemory, order: OrderMemory, slow: Slow) -> None:
         lie = [s for read in row.reads for s in slow.known.values[read]]
         storages |= {(at, s) for s in (*row.storages, *row.saves, *lie)}
         parameters |= {(at, keys[key]) for key in row.parameters}
-        view = memory._views.get(slow.copies[at][0])
+        view = memory.views.get(slow.copies[at][0])
         graded[at] = {slow.gradient(c, part) for c in row.contributes if c is not view}
     assert touched(order.storages) == sorted(storages)
     assert touched(order.saves) == sorted(saves)
