@@ -154,7 +154,11 @@ class MemoryCuts:
 
 def _last(holds: Callable[[int], bool], first: int, end: int) -> int:
     """Return the last number in ``first .. end`` for which ``holds`` is true; it is true at ``first`` and monotone."""
-    return first + bisect_left(range(first + 1, end + 1), True, key=lambda number: not holds(number))
+    # steps grow from the start, because long segments take long to price
+    step, good = 1, first
+    while good < end and holds(min(good + step, end)):
+        good, step = min(good + step, end), 2 * step
+    return good + bisect_left(range(good + 1, min(good + step, end + 1)), True, key=lambda number: not holds(number))
 
 
 # One step of the search over cuts for memory: possible ends of the next part, with the cheapest start of each.

@@ -71,12 +71,3 @@ def test_cheaper_plans_stay_within_the_budget(name):
     descent.cheaper(budget)
     best = seen.best(lambda s: s.peak <= budget)
     assert best.peak <= budget and best.seconds < before.seconds
-
-
-def test_no_time_no_tries():
-    descent = descent_of(kept("unet"))
-    count, descent.until = len(descent.pool), 0.0
-    descent.sow()
-    descent.lower(others=True)
-    descent.cheaper(descent.pool.lowest().peak)
-    assert len(descent.pool) == count

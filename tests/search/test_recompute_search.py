@@ -60,8 +60,8 @@ def test_a_program_for_saved_bytes_decides_a_window_of_a_large_graph(monkeypatch
         opened = []
         whole = search._program.search([limit])
         with monkeypatch.context() as patch:
-            fixed = Program._fixed
-            patch.setattr(Program, "_fixed", lambda self, x, free: opened.append(free) or fixed(self, x, free))
+            next_to = Program._next_to
+            patch.setattr(Program, "_next_to", lambda *given: opened.append(next_to(*given)) or opened[-1])
             near = search._program.beside([limit], 100)
         assert 100 <= int(opened[0][: len(problem.ops)].sum()) < 150 < len(problem.ops)
         assert limit.holds(near.runs, near.saved) and near.bound <= whole.price * (1 + 1e-6)

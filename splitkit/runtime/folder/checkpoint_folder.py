@@ -79,7 +79,7 @@ def read_data(path: Path, remedy: str) -> dict[str, Any]:
     except FileError as error:
         if error.code == "SK504":
             raise FileError(error.code, error.reason, remedy) from error
-        raise FileError("SK505", f"{path} is damaged: {error.reason}", remedy) from error
+        raise FileError("SK505", error.reason, remedy) from error
 
 
 def require_intact(folder: Path, digests: Mapping[str, str], names: Iterable[str], remedy: str) -> None:

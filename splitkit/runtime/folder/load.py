@@ -92,8 +92,13 @@ class StageFolder(StageParts):
     @cached_property
     def named(self) -> list[tuple[list[str], bool]]:
         """Number in the manifest -> the names of the tensor in the model, and whether it is in the state dict."""
-        rows = self.manifest["tensors"].items()
-        return [([name.text() for name in row["names"].items()], row["saved"].flag()) for row in rows]
+        found = []
+        for row in self.manifest["tensors"].items():
+            names = [name.text() for name in row["names"].items()]
+            if not names:
+                raise row["names"].damaged("a list of names")
+            found.append((names, row["saved"].flag()))
+        return found
 
     def load(self, stages: Iterable[int], device: torch.device | str = "cpu") -> None:
         """Build stages and fill their tensors. Stages that are loaded already stay as they are, and if one cannot be

@@ -297,7 +297,11 @@ def require_data(held: Mapping[str, torch.Tensor], reason: str, remedy: str) -> 
     Raises:
         PipelineError: SK807.
     """
-    if lacking := [name for name, tensor in held.items() if tensor.is_meta]:
+    first: dict[int, str] = {}
+    for name, tensor in held.items():
+        if tensor.is_meta:
+            first.setdefault(id(tensor), name)
+    if lacking := [*first.values()]:
         raise PipelineError("SK807", f"{listed(lacking, 2)} are on meta: {reason}", remedy, lacking)
 
 
