@@ -216,9 +216,9 @@ def test_what_no_rank_could_run_is_refused_before_there_are_ranks(call, tmp_path
     assert code == 2 and "SK601: gpt2 needs a policy" in err
     spec = f"{Path(__file__).parent / 'tinynet.py'}:net"
     plan = str(tmp_path / "plan.json")
-    assert call("plan", spec, "--policy", "Stages(3, replicas=(1, 2))", "-o", plan)[0] == 0
+    assert call("plan", spec, "--policy", "Stages(4, replicas=(2,))", "-o", plan)[0] == 0
     code, _, err = call("train", plan, "--model", spec, "--nproc", "3")
-    assert code == 2 and "SK330: stages with " in err and "--dp 2" in err
+    assert code == 2 and "SK330: 3 ranks for 2 replicas of the pipeline" in err and "Use a multiple of 2" in err
 
 
 @pytest.fixture
