@@ -181,19 +181,19 @@ def of_schedule(name, args, positions, costs, order, links, divided) -> Iterator
     """Yield the rows of one schedule, for falling memory."""
     ranks = len(order.ranks)
     free = CutSearch(StageFrontiers(StageProblems(positions, costs, "adam", divided)), order, links, [None] * ranks)
-    whole = free.run().best
+    whole, _ = free.run()
     assert whole is not None
     for share in args.shares:
         memory = int(share * max(whole.run.peaks))
         start = time.process_time()
         frontiers = StageFrontiers(StageProblems(positions, costs, "adam", divided))
         search = CutSearch(frontiers, order, links, [memory] * ranks)
-        found = search.run()
+        best, bound = search.run()
         planning = time.process_time() - start
         rivals = Rivals(frontiers, order, links)
         cuts = [int(search.cuts[e]) for e in next(search._balanced())]
         each = search.scoring.of(cuts)
-        step = None if found.best is None else found.best.seconds
+        step = None if best is None else best.seconds
         yield Row(
             name,
             args.layers,
@@ -202,7 +202,7 @@ def of_schedule(name, args, positions, costs, order, links, divided) -> Iterator
             share,
             memory,
             step,
-            0.0 if step is None else 1 - min(found.bound, step) / step,
+            0.0 if step is None else 1 - min(bound, step) / step,
             _seconds(rivals.block(memory)),
             _seconds(rivals.once(cuts, memory)),
             None if each is None else each.seconds,

@@ -42,11 +42,11 @@ def plans(joint: Joint, costs: Any, ranks: int, microbatches: int, share: float)
     """Return way -> its plan and its simulated step, all within the same share of the memory without recompute."""
     order = pipeline_order("1f1b", ranks, microbatches)
     frontiers = StageFrontiers(StageProblems(JointPositions(joint.flow), costs, "sgd", False))
-    whole = CutSearch(frontiers, order, None, [None] * ranks).run().best
+    whole, _ = CutSearch(frontiers, order, None, [None] * ranks).run()
     assert whole is not None
     memory = int(share * max(whole.run.peaks))
     search = CutSearch(frontiers, order, None, [memory] * ranks)
-    best = search.run().best
+    best, _ = search.run()
     rivals = Rivals(frontiers, order, None)
     balanced = [int(search.cuts[e]) for e in next(search._balanced())]
     ways = {"block": rivals.block(memory), "once": rivals.once(balanced, memory)}
