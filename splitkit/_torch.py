@@ -387,17 +387,21 @@ def allocations_between(run: Callable[[], Any], prefix: str) -> list[list[int]]:
             threads = profiler._disable_profiler_legacy()
         del result
     groups: list[list[int]] = [[]]
-    inside: int | None = None  # outside all such ranges
+    depth, inside = 0, -1  # -1: outside all such ranges
     for event in (event for events in threads for event in events):
         kind = event.kind()
         if kind == "memory_alloc":
             groups[-1].append(event.cpu_memory_usage())
-        elif kind == "push" and prefix and inside is None and event.name().startswith(prefix):
-            groups.append([])
-            inside = event.handle()
-        elif kind == "pop" and event.handle() == inside:
-            groups.append([])
-            inside = None
+        elif kind == "push":
+            depth += 1
+            if prefix and inside < 0 and event.name().startswith(prefix):
+                groups.append([])
+                inside = depth
+        elif kind == "pop":
+            if depth == inside:
+                groups.append([])
+                inside = -1
+            depth -= 1
     return groups
 
 

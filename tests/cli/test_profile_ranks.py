@@ -18,7 +18,7 @@ from splitkit.pipeline.trace import MeasuredStep
 from splitkit.runtime.ranks.measurements import moving_peaks, one_by_one, timed_stages, with_inner_bytes
 
 SPEC = f"{Path(__file__).parent / 'tinynet.py'}:net"
-RECENT = torch.__version__ >= "2.13"  # older ones run no zero bubbles
+RECENT = torch.__version__ >= "2.13"  # older ones run neither zero bubbles nor dropout in several stages
 SCHEDULES = ["GPipe", "1F1B", *["InterleavedZeroBubble"] * RECENT]
 TINY = ["--size", "layers=4,width=32,heads=2", "--size", "vocab=64,seq=32", "--seed", "3"]
 

@@ -203,6 +203,7 @@ def _profile(args: Namespace) -> dict[str, Any]:
     else:
         stages = StagePrices(split.flow, sk.costs.flops(split.flow.root), "sgd", apart=True).of(split.plan)
         held = measurements.without_batch(chain, measurements.with_passed_on(chain, stages))
+    held = measurements.with_rng_states(chain, held)
     orders, left_out = _orders(args, chain.stages, count, dist.get_world_size(group))
     batch = train.batch_of(work, count, 0)
     widest = next(filter(measurements.is_divided, orders), orders[0])

@@ -31,7 +31,7 @@ from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.trace import Event, MeasuredStep
 from splitkit.runtime.ranks.pipeline import Pipeline
 from splitkit.runtime.ranks.rank_agreement import from_every
-from splitkit.runtime.ranks.replicas import owners_of_shared
+from splitkit.runtime.ranks.replicas import RngHandover, owners_of_shared
 from splitkit.runtime.ranks.stage_chain import Chain, last_stage_of
 
 PREFIX = "splitkit "
@@ -302,6 +302,16 @@ def with_passed_on(chain: Chain, stages: Sequence[StageCosts]) -> list[StageCost
     for stage in range(1, len(stages) - 1):
         passed = (chain.value(node).like for node in chain.passed_on(stage, wanted))
         found[stage] = replace(found[stage], saved_bytes=found[stage].saved_bytes + sum(v.nbytes for v in passed))
+    return found
+
+
+def with_rng_states(chain: Chain, stages: Sequence[StageCosts]) -> list[StageCosts]:
+    """Add the states of random number generators that stages hand over with their activations, on CPUs."""
+    found, nbytes = [], torch.get_rng_state().nbytes
+    for number, stage in enumerate(stages):
+        rng = RngHandover(chain, number, torch.device("cpu"), None)
+        saved = stage.saved_bytes + nbytes * (rng.receives + rng.sends)
+        found.append(replace(stage, saved_bytes=saved, activation_bytes=stage.activation_bytes + nbytes * rng.sends))
     return found
 
 

@@ -43,7 +43,7 @@ from splitkit.runtime.ranks.rank_agreement import (
 )
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages, require_meshes_of
 from splitkit.runtime.ranks.replicas import (
-    RngHandover,
+    RngChannel,
     SharedParameters,
     replicas,
     require_replicable,
@@ -234,8 +234,10 @@ class Pipeline:
         self._rank_stages: dict[bool, RankStages] = {}
         self._progress = progress
         progress.names = self.borders
-        ranks_of = [*map(self.replicas.rank_at, self.order.rank_of)]
-        self._rng = RngHandover(self._chain.facts.draws, ranks_of, self.rank, group, self.device)
+        self._channel: RngChannel | None = None
+        if self.device.type != "cpu":  # the CPU waits for nothing
+            ranks_of = [*map(self.replicas.rank_at, self.order.rank_of)]
+            self._channel = RngChannel(self._chain.facts.draws, ranks_of, self.rank, group)
         self._schedule, self._fixed = schedule, FixedAtCapture(self.modules, self.named_parameters())
 
     def __repr__(self) -> str:
@@ -662,7 +664,8 @@ class Pipeline:
         batch.queue.clear()
         self.steps += train
         with naming_failures(self._progress), self._shared_parameters.added_up() if train else nullcontext():
-            made.step()
+            with nullcontext() if self._channel is None else self._channel.step():
+                made.step()
             if batch.losses:
                 losses = torch.cat([batch.losses[i].flatten() for i in self._share])
                 self._set_losses(batch, losses)
@@ -710,7 +713,7 @@ class Pipeline:
         parts = zip(self.stages, self.modules, strict=True)
         moving = {n for n, part in parts if isinstance(part, PlannedStage) and part.graphs.offloaded}
         row = row_of_rank(self.order, self.replicas) if train else ()
-        batch = Batch(self._progress, self._share, rng=self._rng, queue=HostQueue(row, moving))
+        batch = Batch(self._progress, self._share, channel=self._channel, queue=HostQueue(row, moving))
         return RankStages(self._chain, last_stage, batch, self.order, self.stages, self.device, self.replicas)
 
     def _set_losses(self, batch: Batch, losses: torch.Tensor) -> None:

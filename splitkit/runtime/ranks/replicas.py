@@ -295,12 +295,76 @@ def _buckets(tensors: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 # Hands the RNG state from stage to stage, so that random numbers do not depend on the number of stages.
 #
-# Each microbatch begins with a seed of its own. If several stages draw random numbers, the RNG state goes from each of
-# them to the next one that does::
+# Each microbatch begins with a seed of its own. If several stages draw random numbers, the RNG state travels with the
+# microbatch from the first of them to the last::
 #
-#     seed ─▶ stage 0 (dropout) ──state──▶ stage 2 (dropout)          stage 1 draws nothing
+#     seed ─▶ stage 0 (dropout) ──state──▶ stage 1 ──state──▶ stage 2 (dropout)
 #
-# so that a microbatch sees the numbers that the unsplit model draws after ``torch.manual_seed(seed)``.
+# so that a microbatch sees the numbers that the unsplit model draws after ``torch.manual_seed(seed)``. On accelerators
+# a pipeline hands it over between the hosts.
+
+
+class RngHandover:
+    """The RNG hand-over of one stage.
+
+    Attributes:
+        draws: whether the stage draws random numbers.
+        receives: whether the RNG state comes from the previous stage, among the values that cross the border.
+        sends: whether the RNG state goes to the next stage, among the values that cross the border.
+        like: a tensor on ``meta`` like an RNG state.
+    """
+
+    def __init__(self, chain: Chain, stage: int, device: torch.device, channel: RngChannel | None) -> None:
+        """Make the hand-over.
+
+        Args:
+            chain: all stages.
+            stage: the stage.
+            device: its device.
+            channel: hands the state over between hosts; ``None`` to send it with the values of the border.
+        """
+        who = [s for s, draws in enumerate(chain.facts.draws) if draws] or [0]
+        self.draws, self._device, self._stage, self._channel = chain.facts.draws[stage], device, stage, channel
+        self.receives = channel is None and who[0] < stage <= who[-1]
+        self.sends = channel is None and who[0] <= stage < who[-1]
+        self._rng = DeviceRng(device)
+        self._before: torch.Tensor | None = None
+        self._passed: torch.Tensor | None = None
+        self.like = torch.empty_like(self._rng.state(), device="meta")
+
+    def begin(self, received: Sequence[torch.Tensor], seed: int, microbatch: int) -> Sequence[torch.Tensor]:
+        """Set the RNG state for a microbatch, and return the received values without the state.
+
+        Args:
+            received: the values that crossed the border.
+            seed: the seed of the microbatch.
+            microbatch: its number in the step.
+        """
+        state, rest = (received[0], received[1:]) if self.receives else (None, received)
+        if self._channel is not None and self._channel.receives(self._stage):
+            state = self._channel.receive(self._stage, microbatch, self.like)
+        self._passed = state
+        if self.draws:
+            self._before = self._rng.state()
+            if state is None:
+                self._rng.seed(seed)
+            else:
+                self._rng.set_state(state)
+        return rest
+
+    def end(self, microbatch: int) -> tuple[torch.Tensor, ...]:
+        """Restore the caller's RNG state, and return the state to send to the next stage with other values, if any."""
+        if self._before is not None:
+            self._passed = self._rng.state()
+            self._rng.set_state(self._before)
+            self._before = None
+            if self._channel is not None:
+                self._channel.send(self._stage, microbatch, self._passed)
+        passed, self._passed = self._passed, None
+        return (passed.to(self._device),) if self.sends and passed is not None else ()
+
+
+# Sends RNG states between ranks on accelerators through the memory of the hosts.
 #
 # The state of an accelerator's generator is on the host. Sent with the values of a border, it would be copied to the
 # device and back, and each stage that draws random numbers would wait for its device::
@@ -311,79 +375,79 @@ def _buckets(tensors: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 # The host of a stage waits only until the host of the stage before has queued its kernels.
 
 
-class RngHandover:
-    """The RNG states that the stages of this rank exchange in a step."""
+class RngChannel:
+    """The RNG states that the stages of this rank exchange in a step.
+
+    A state goes from each stage that draws random numbers to the next one that does.
+    """
 
     def __init__(
-        self,
-        draws: Sequence[bool],
-        rank_of: Sequence[int],
-        rank: int,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
+        self, draws: Sequence[bool], rank_of: Sequence[int], rank: int, group: dist.ProcessGroup | None
     ) -> None:
-        """Make the hand-over; all ranks of the group must.
+        """Make the channel; all ranks of the group must.
 
         Args:
             draws: stage -> whether it draws random numbers.
             rank_of: stage -> the rank in the group that runs it for this one.
             rank: this rank.
             group: the ranks.
-            device: the device of this rank.
         """
-        self._drawing = [stage for stage, does in enumerate(draws) if does]
-        self._next = dict(pairwise(self._drawing))
+        drawing = [stage for stage, does in enumerate(draws) if does]
+        self._next = dict(pairwise(drawing))
         self._before = {after: stage for stage, after in self._next.items()}
-        self._stages, self._rank_of, self._rank, self._rng = len(draws), rank_of, rank, DeviceRng(device)
-        self._group = subgroup(group, range(dist.get_world_size(group)), "gloo") if self._next else None
-        self._kept: dict[int, torch.Tensor] = {}
-        self._sent: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._stages, self._rank_of, self._rank = len(draws), rank_of, rank
+        every = range(dist.get_world_size(group))
+        self._group: Any = subgroup(group, every, "gloo") if self._next else None
+        self._kept: dict[tuple[int, int], torch.Tensor] = {}
+        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
-    @contextmanager
-    def around(self, stage: int, microbatch: int, seed: int) -> Iterator[None]:
-        """Wrap the forward of a stage: its random numbers follow the ones of the stage before; the caller's stay.
+    def receives(self, stage: int) -> bool:
+        """Whether a stage gets its RNG state from an earlier one."""
+        return stage in self._before
+
+    def send(self, stage: int, microbatch: int, state: torch.Tensor) -> None:
+        """Hand the state after a stage to the next stage that draws, if there is one.
 
         Args:
-            stage: the stage.
-            microbatch: its number on this rank.
-            seed: the seed of the microbatch, for the first stage that draws.
+            stage: the stage that has drawn.
+            microbatch: its number in the step.
+            state: the state, on the CPU.
         """
-        if stage not in self._drawing:
-            yield
+        to = self._next.get(stage)
+        if to is None:
             return
-        before = self._rng.state()
-        if stage in self._before:
-            self._rng.set_state(self._received(stage, microbatch, before))
+        rank = self._rank_of[to]
+        if rank == self._rank:
+            self._kept[to, microbatch] = state
         else:
-            self._rng.seed(seed)
-        try:
-            yield
-            if stage in self._next:
-                self._send(self._next[stage], microbatch, self._rng.state())
-        finally:
-            self._rng.set_state(before)
+            work: Any = dist.isend(state, group=self._group, group_dst=rank, tag=self._tag(to, microbatch))
+            self._sent.append((work, state))
 
-    def _send(self, to: int, microbatch: int, state: torch.Tensor) -> None:
-        """Hand the state to the next stage that draws."""
-        rank, tag = self._rank_of[to], self._tag(to, microbatch)
-        if rank == self._rank:
-            self._kept[tag] = state
-            return
-        if tag in self._sent:
-            # of the step before, which ends on all ranks whatever this one does
-            work, held = self._sent[tag]
-            work.wait()
-            state = held.copy_(state)
-        self._sent[tag] = dist.isend(state, group=self._group, group_dst=rank, tag=tag), state
+    def receive(self, stage: int, microbatch: int, like: torch.Tensor) -> torch.Tensor:
+        """Return the state with which a stage begins a microbatch; wait for it.
 
-    def _received(self, stage: int, microbatch: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the state with which a stage begins a microbatch; wait for it."""
-        rank, tag = self._rank_of[self._before[stage]], self._tag(stage, microbatch)
+        Args:
+            stage: a stage of which `receives` is true.
+            microbatch: its number in the step.
+            like: a tensor of the shape and dtype of a state.
+        """
+        rank = self._rank_of[self._before[stage]]
         if rank == self._rank:
-            return self._kept.pop(tag)
+            return self._kept.pop((stage, microbatch))
         state = torch.empty_like(like, device="cpu")
-        dist.recv(state, group=self._group, group_src=rank, tag=tag)
+        dist.recv(state, group=self._group, group_src=rank, tag=self._tag(stage, microbatch))
         return state
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Wrap a step: in the end, wait until what was sent in it has been received."""
+        # what a step that failed has left
+        self._kept.clear()
+        self._sent.clear()
+        yield
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
 
     def _tag(self, stage: int, microbatch: int) -> int:
         """Return the tag of a message; two ranks with several stages may send in another order than they receive."""

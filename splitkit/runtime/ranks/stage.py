@@ -27,7 +27,7 @@ from splitkit.runtime.ranks.faults import Progress
 from splitkit.runtime.ranks.microbatches import MessageShapes, StepSizes, message_shapes
 from splitkit.runtime.ranks.order_runner import torch_schedule
 from splitkit.runtime.ranks.planned_stage import HostQueue, PlannedStage
-from splitkit.runtime.ranks.replicas import Replicas, RngHandover, gradients_aside
+from splitkit.runtime.ranks.replicas import Replicas, RngChannel, RngHandover, gradients_aside
 from splitkit.runtime.ranks.stage_chain import Chain, LastStage, require_loss
 from splitkit.runtime.ranks.step_losses import scaled
 
@@ -141,6 +141,8 @@ def require_support(order: PipelineOrder, stages: Sequence[Any]) -> None:
 def require_plain_values(stages: Sequence[Any]) -> None:
     """Refuse values that the installed torch cannot send: see `require_support`."""
     for stage in () if _is_recent() else stages:
+        if stage.rng.receives or stage.rng.sends:
+            raise _needs("dropout in several stages", "Capture in eval mode, or")
         for value in (*stage.received_values, *stage.sent_values):
             if not value.like.requires_grad and stage.trains:
                 raise _needs(f"{value.name}, which goes over a border without a gradient,", "Split elsewhere, or")
@@ -172,7 +174,7 @@ class Batch:
         found: the losses of the microbatches of all replicas, on the last rank.
         loss: the loss of the step, on the last rank.
         keep: whether outputs are wanted.
-        rng: hands RNG states over from stage to stage.
+        channel: hands RNG states over between the hosts of accelerators.
         queue: the saved values that wait on the host.
     """
 
@@ -187,7 +189,7 @@ class Batch:
     found: torch.Tensor | None = None
     loss: torch.Tensor | None = None
     keep: bool = False
-    rng: RngHandover = field(default_factory=lambda: RngHandover((), (), 0, None, torch.device("cpu")))
+    channel: RngChannel | None = None
     queue: HostQueue = field(default_factory=lambda: HostQueue((), ()))
 
 
@@ -198,7 +200,6 @@ class ChainStage(nn.Module):
         part: the part's module; its parameters have their original names.
         received_values: the values that come from the previous stage.
         sent_values: the values that go to the next stage.
-        chunk: the microbatch that runs forward, by torch's number.
         ran: called once, with the received and the sent tensors, after the first forward of training.
     """
 
@@ -228,6 +229,7 @@ class ChainStage(nn.Module):
         self.ran: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] | None = None
         self._output = chain.split.module.graph.output_node()
         self._module = chain.split.module
+        self.rng = RngHandover(chain, stage, device, batch.channel)
         self.chunk = 0
         if self.planned is not None:
             self.planned.device = device
@@ -308,16 +310,20 @@ class ChainStage(nn.Module):
         inputs = self._batch.inputs[number]
         values: dict[Node, Any] = {node: inputs[str(node.target)] for node in self._inputs}
         values |= {node: evaluated(size, self._batch.sizes.sizes[number]) for node, size in self._computed.items()}
-        for node, value, how in zip(self._received, received, self._in(number, self.received_values), strict=True):
-            values[node] = how.unpacked(value)
-        with self._batch.rng.around(self._stage, self.chunk, self._batch.seeds[number]):
+        rest = self.rng.begin(received, self._batch.seeds[number], number)
+        try:
+            for node, value, how in zip(self._received, rest, self._in(number, self.received_values), strict=True):
+                values[node] = how.unpacked(value)
             for node in self._nodes:
                 values[node] = result_of(node, values, self._read, self.part)
+        finally:
+            state = self.rng.end(number)
         if self.last:
             return self._finish(number, values, inputs)
         where = f"after stage {self._stage}, in microbatch {number}"
         sent = zip(self._handed, self._in(number, self.sent_values), strict=True)
-        return tuple(how.packed(values[n], self.device, where) for n, how in sent)
+        given = [how.packed(values[n], self.device, where) for n, how in sent]
+        return (*state, *given)
 
     def _in(self, number: int, values: tuple[BorderValue, ...]) -> tuple[BorderValue, ...]:
         """Return the values that cross a border as they are in a microbatch."""
@@ -348,14 +354,14 @@ class ChainStage(nn.Module):
     @property
     def input_tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors on ``meta`` that torch is told to receive from the previous stage."""
-        return tuple(value.meta_tensor for value in self.received_values)
+        return (*([self.rng.like] if self.rng.receives else []), *(value.meta_tensor for value in self.received_values))
 
     @property
     def output_tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors on ``meta`` that torch is told to send to the next stage."""
         if self.last:
             return (torch.empty((), device="meta", requires_grad=self._last_stage.loss is not None),)
-        return tuple(value.meta_tensor for value in self.sent_values)
+        return (*([self.rng.like] if self.rng.sends else []), *(value.meta_tensor for value in self.sent_values))
 
 
 def result_of(node: Node, values: Mapping[Node, Any], read: Mapping[str, Any], part: nn.Module) -> Any:

@@ -19,7 +19,7 @@ from splitkit.runtime.ranks.border_values import BorderValue
 from splitkit.runtime.ranks.microbatches import MessageShapes, StepSizes
 from splitkit.runtime.ranks.planned_chain import chain_of_any
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages
-from splitkit.runtime.ranks.replicas import Replicas, RngHandover, SharedParameters
+from splitkit.runtime.ranks.replicas import Replicas, SharedParameters
 from splitkit.runtime.ranks.stage import Batch, ChainStage, PartStage, require_plain_values
 from splitkit.runtime.ranks.stage_chain import Chain, LastStage
 from splitkit.runtime.ranks.stage_weights import require_same_model
@@ -79,11 +79,10 @@ def stage(
     shared_parameters = SharedParameters(
         chain, homes, Replicas(tuple((r,) for r in range(ranks)), rank, 0, group), group, ()
     )
-    rng = RngHandover(chain.facts.draws, homes, rank, group, where)
     made: list[PipelineStage] = []
     seen: set[int] = set()
     for number in own:
-        module = KeywordStage(chain, number, where, shared_parameters, rng)
+        module = KeywordStage(chain, number, where, shared_parameters)
         require_plain_values((module,))
         made.append(_Stage(module, number, chain.stages, group, seen))
     return made if len(made) > 1 else made[0]
@@ -119,18 +118,11 @@ class KeywordStage(ChainStage):
         shared_parameters: the parameters that the stage shares with stages of other ranks.
     """
 
-    def __init__(
-        self,
-        chain: Chain,
-        stage: int,
-        device: torch.device,
-        shared_parameters: SharedParameters,
-        rng: RngHandover,
-    ) -> None:
+    def __init__(self, chain: Chain, stage: int, device: torch.device, shared_parameters: SharedParameters) -> None:
         self._every = tuple(chain.split.module.graph.output_node().all_input_nodes)
-        self._sizes, self._draws = chain.facts.sizes, chain.facts.draws[stage]
+        self._sizes = chain.facts.sizes
         fixed = MessageShapes(self._sizes.captured)
-        super().__init__(chain, stage, LastStage(self._every, _of_torch), Batch(rng=rng), device, fixed)
+        super().__init__(chain, stage, LastStage(self._every, _of_torch), Batch(), device, fixed)
         self.shared_parameters = shared_parameters
         inputs = chain.facts.inputs
         given = ((n, inputs[str(n.target)]) for n in self._every if n.op == "placeholder")
@@ -147,7 +139,7 @@ class KeywordStage(ChainStage):
         seed = inputs.pop(SEED, None)
         wanted = [*(str(n.target) for n in self._inputs), *(self._sizes.inputs if self._computed else ())]
         lacks = [name for name in wanted if name not in inputs]
-        if lacks or (seed is None and self._draws):
+        if lacks or (seed is None and self.rng.draws):
             raise PipelineError(
                 "SK802",
                 f"stage {self._stage} was not given {(lacks or [SEED])[0]}",
