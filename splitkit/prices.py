@@ -55,7 +55,7 @@ def includes_backward(costs: object) -> bool:
 
 
 def asked_of_costs(costs: object, name: str) -> Any:
-    """Return an attribute of costs, or of those that they wrap; ``None`` if none has it."""
+    """Return an attribute of costs, or of the costs that they wrap; ``None`` if none has it."""
     given = as_given(costs)
     while not hasattr(given, name) and (inner := getattr(given, "costs", None)) is not None:
         given = as_given(inner)

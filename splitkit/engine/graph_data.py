@@ -105,11 +105,14 @@ def decode_argument(data: JsonField, kinds: Mapping[str, Callable[[JsonField], A
 
 
 def decode_pair(data: JsonField, kinds: Mapping[str, Callable[[JsonField], Any]]) -> tuple[Any, Any]:
-    """Return a key and a value of a dictionary, with the kinds of `decode_argument`."""
-    items = [decode_argument(item, kinds) for item in data.items()]
-    if len(items) != 2 or isinstance(items[0], list | dict | slice | Node):
+    """Return a key and a value of a dictionary; the value may be of the kinds of `decode_argument`."""
+    items = list(data.items())
+    if len(items) != 2:
         raise data.damaged("a key and a value")
-    return items[0], items[1]
+    key = decode_argument(items[0], {})
+    if isinstance(key, list | dict | slice):
+        raise data.damaged("a key and a value")
+    return key, decode_argument(items[1], kinds)
 
 
 def _of_text(kind: str, data: JsonField) -> Any:

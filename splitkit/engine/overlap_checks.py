@@ -173,7 +173,7 @@ def _table(uses: Sequence[Use]) -> tuple[list[int], list[int], list[int]]:
 
 
 def _class_in(memory: Memory, item: Hashable) -> Hashable:
-    """Return the class of a node or storage, or that of an entry that stands for the sizes of a class.
+    """Return the class of a node, of a storage, or of an entry that stands for the sizes of a class.
 
     All memory that opaque code may reach is one class.
     """

@@ -108,7 +108,7 @@ class MemorySimulation:
     _static: dict[Hashable, int] = field(default_factory=dict)
     _inputs: dict[int | None, ValueStorages] = field(default_factory=dict)
     _temporaries: Temporaries = field(init=False)
-    _casts: dict[Hashable, int] = field(default_factory=dict)  # of autocast: storage of a weight -> that of its cast
+    _casts: dict[Hashable, int] = field(default_factory=dict)  # of autocast: storage of a weight -> storage of its cast
     _region: Node | None = None  # the node that opens the outermost autocast region
     _in_region: int = BEFORE  # the last step in it so far
     _items: dict[Node, list[ValueStorages]] = field(default_factory=dict)

@@ -112,3 +112,10 @@ def test_reading_a_checkpoint_runs_no_code_from_it(tmp_path, monkeypatch):
     with pytest.raises(FileError, match="SK504: .*names the file '../other'"):
         read_stored(place, {"a": tensor})
     assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize("kind", ["dict", "counter"])
+def test_an_array_is_no_key_of_a_damaged_state(kind):
+    data = {kind: [[{"array": {"tensor": {"name": "y", "dtype": "float32", "shape": [2]}}}, 1]]}
+    with pytest.raises(FileError, match="SK505"):
+        decode_state(JsonField("x", "", data), {"y": torch.ones(2)})

@@ -633,7 +633,7 @@ CHECKS: dict[str, Callable[[str, Sequence[torch.device]], Iterable[Finding]]] = 
     "ranks: one rank of NCCL": _nccl,
     "ranks: a killed rank": _killed,
 }
-"""Name of a check -> what runs it on devices, the first of which is tested; the names are those of `SECONDS`."""
+"""Name of a check -> what runs it on devices, the first of which is tested; with the names of `SECONDS`."""
 
 
 def run(name: str, devices: Sequence[torch.device]) -> bool:

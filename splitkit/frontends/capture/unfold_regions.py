@@ -147,7 +147,7 @@ def _copy_body(
 
 @contextmanager
 def _region(graph: fx.Graph, node: Node, settings: tuple[Any, ...]) -> Iterator[None]:
-    """Write the nodes that begin the region of ``node`` and, at the end of the block, those that end it."""
+    """Write the nodes that begin the region of ``node`` and, at the end of the block, the nodes that end it."""
     if node.target is WRAP_GRAD:
         before = _state_op(graph, node, torch.is_grad_enabled)
         _state_op(graph, node, _torch.SET_GRAD, *settings)

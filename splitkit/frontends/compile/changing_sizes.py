@@ -43,7 +43,7 @@ _HEADROOM = 1.5
 """A recompiled graph is planned as if its activations were this many times larger, so that sizes can grow without
 another compilation. Not tuned."""
 _FACTORS = [2 ** (step / 16) for step in range(6 * 16 + 1)]
-"""Sizes that are tried for the largest within the budget: up to 64 times those of the call, in steps of 4.4 %."""
+"""Sizes that are tried for the largest within the budget: up to 64 times the sizes of the call, in steps of 4.4 %."""
 
 
 @dataclass
@@ -251,7 +251,7 @@ def _most(watch: SizeWatch, hints: Mapping[str, int]) -> Mapping[str, int]:
     def scaled(by: float) -> dict[str, int]:
         return {name: int(hint * by) for name, hint in hints.items()}
 
-    # Memory grows with sizes, and those of the call, by which the factors begin, are within the budget.
+    # Memory grows with sizes, and the sizes of the call, by which the factors begin, are within the budget.
     over = bisect(_FACTORS, False, 1, key=lambda by: watch.excess(scaled(by)) > 0)
     return scaled(_FACTORS[over - 1])
 

@@ -122,7 +122,7 @@ class Weights:
         return {name: self._stored(name).nbytes for name in self.files}
 
     def require_known(self, groups: Sequence[Sequence[str]], known: Collection[str], remedy: str) -> None:
-        """Refuse names in the files that are none of the model, but for those that transformers leaves out.
+        """Refuse names in the files that are none of the model, but for names that transformers leaves out.
 
         Args:
             groups: for each tensor that is wanted, the names that it has in the model.

@@ -486,16 +486,13 @@ def no_batch(given: Mapping[str, Any], count: int) -> PipelineError | None:
     found = {name: value for name, value in given.items() if isinstance(value, torch.Tensor) and value.dim()}
     for name, value in found.items():
         rows, *rest = value.shape
-        of_this = (
-            f" ({name} {name_of_dtype(value.dtype)}{[rows // count, *rest]} for this batch)"
-            if rows % count == 0
-            else ""
-        )
+        dtype = name_of_dtype(value.dtype)
+        of_this = f" ({name} {dtype}{[rows // count, *rest]} for this batch)" if rows % count == 0 else ""
         return PipelineError(
             "SK802",
             f"no input is a batch of {count} microbatches: {name} is {form_of(value)}, as large as in one of them",
             f"Capture with the inputs of one microbatch{of_this}; or give {name} as "
-            f"{name_of_dtype(value.dtype)}{[rows * count, *rest]}{_elsewhere(name, value, value)}; {EACH}.",
+            f"{dtype}{[rows * count, *rest]}{_elsewhere(name, value, value)}; {EACH}.",
             [name],
         )
     return None

@@ -44,7 +44,7 @@ _CONSTANTS = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class StageParts:
-    """The stages of a training step, or of a folder. The attributes are those of a `Split`.
+    """The stages of a training step, or of a folder. It has these attributes of a `Split`.
 
     Attributes:
         module: the parent module, which calls the parts.

@@ -227,7 +227,7 @@ class LadderModel:
 
     @cached_property
     def nodes(self) -> list[Node]:
-        """The nodes that the picture counts: those of forward by row, which is a topological order."""
+        """The nodes that the picture counts: forward's by row, which is a topological order."""
         late, row = self.rows.backward, self.rows.of
         return sorted((node for node in self.flow.nodes if node not in late), key=row.__getitem__)
 
@@ -343,7 +343,7 @@ class HalvesView(LadderModel):
 
     @cached_property
     def nodes(self) -> list[Node]:
-        """The nodes of forward by row, then those of backward."""
+        """The nodes of forward by row, then of backward."""
         return [*super().nodes, *(node for node in self.flow.nodes if node in self.rows.backward)]
 
     @cached_property
